@@ -1,0 +1,45 @@
+"""Settings of the Temporal Fusion Transformer. Loads without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from models.config import RunConfig
+
+
+class TFTConfig(RunConfig):
+    """Train the network that forecasts quantiles of one target over the next bars."""
+
+    family: Literal["tft"] = "tft"
+    target: str | None = Field(None, description="Target column; none takes the contract's first.")
+    context: int = Field(60, ge=2, description="History rows a forecast sees, in bars.")
+    horizon: int = Field(10, ge=1, description="Bars forecast ahead.")
+    quantiles: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
+        (0.1, 0.5, 0.9), min_length=1, description="Rising fractions in (0, 1)."
+    )
+    anchor: Literal["auto", "none", "difference", "ratio"] = Field(
+        "auto", description="Forecast the level, or the change from the last value; auto: ratio for positive targets."
+    )
+    hidden_size: int = Field(32, ge=1, description="Width of every layer.")
+    num_heads: int = Field(4, ge=1, description="Attention heads; must divide hidden_size.")
+    grn_layers: int = Field(3, ge=0, description="Gated residual layers per feature encoder; 0 is the paper's.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Share of activations dropped in training.")
+    batch_size: int = Field(32, ge=1, description="Independent window starts per update.")
+    windows_per_start: int = Field(8, ge=1, description="Consecutive windows from each start; they share rows.")
+    updates_per_epoch: int = Field(50, ge=1, description="Optimizer updates per epoch.")
+    learning_rate: float = Field(1e-3, gt=0, description="AdamW step size.")
+    weight_decay: float = Field(1e-4, ge=0, description="AdamW weight decay.")
+    gradient_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    gradient_checkpointing: Literal["none", "full"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        "none", description="Recompute activations in backward: none, full, or the share of variable chunks."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> TFTConfig:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+        if any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False)):
+            raise ValueError(f"quantiles must rise: {self.quantiles}")
+        return self
