@@ -1,0 +1,52 @@
+"""What touches the world. Importing this package sets Prefect's defaults, which must stand before Prefect loads.
+
+A user's own environment or profile wins. Nothing else is loaded here.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+
+
+def forecastle_home() -> Path:
+    """Folder of everything this machine keeps: run database, local S3, caches, work in progress."""
+    return Path(os.environ.get("FORECASTLE_HOME", ".forecastle")).absolute()
+
+
+def _user_profile_has_api() -> bool:
+    """Whether the user's own Prefect profile names a server: then it is theirs to choose the home too."""
+    path = Path.home() / ".prefect" / "profiles.toml"
+    try:
+        profiles = tomllib.loads(path.read_text())
+    except (OSError, ValueError):
+        return False
+    active = profiles.get("profiles", {}).get(os.environ.get("PREFECT_PROFILE", profiles.get("active", "")), {})
+    return "PREFECT_API_URL" in active
+
+
+def set_prefect_defaults() -> None:
+    """Defaults for a machine without a Prefect set-up of its own: a private home, a patient start, no calls out."""
+    defaults = {
+        # 20 s is Prefect's default; a loaded 2-core machine needed 75 s for the first migration
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_UI_V2_ENABLED": "false",  # v2 asks an outside host for its settings even then
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS": "false",
+        "DO_NOT_TRACK": "1",
+        "GX_ANALYTICS_ENABLED": "false",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    }
+    if "PREFECT_API_URL" not in os.environ and not _user_profile_has_api():
+        defaults["PREFECT_HOME"] = str(forecastle_home() / "prefect")
+        defaults["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def default_store(store: str | None) -> str:
+    """The store to use: the one named, else FORECASTLE_STORE, else a plain folder of this machine."""
+    return store or os.environ.get("FORECASTLE_STORE") or (forecastle_home() / "store").as_uri()
+
+
+set_prefect_defaults()

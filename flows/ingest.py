@@ -1,0 +1,86 @@
+"""Ingest: Parquet in, validated dataset out."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.events import emit_event
+from pydantic import BaseModel, ConfigDict
+
+from models.config import IngestConfig
+from models.features import MARKET_FEATURES, FeatureContract
+from models.manifest import Dataset, StoredFile
+from models.tft.config import TFTConfig
+from tasks import default_store
+from tasks.expectations import validate_features
+from tasks.parquet import stage_parquet, write_dataset
+from tasks.report import show_validation
+from tasks.storage import StoreError, open_store
+
+stage = task(stage_parquet, name="stage-parquet", cache_policy=NO_CACHE)
+validate = task(validate_features, name="validate-features", cache_policy=NO_CACHE)
+write = task(
+    write_dataset,
+    name="write-dataset",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=[1, 5, 15],
+    retry_condition_fn=lambda task, run, state: isinstance(state.result(raise_on_failure=False), StoreError),
+)
+
+
+class IngestReport(BaseModel):
+    """What was ingested: `dataset` is the URI of dataset.json; `series` counts rows by name."""
+
+    model_config = ConfigDict(frozen=True)
+    dataset: str
+    fingerprint: str
+    rows: int
+    series: dict[str, int]
+    skipped_series: list[str]
+    quarantined_rows: int
+    files: dict[str, StoredFile]
+
+
+@flow(name="ingest", flow_run_name="ingest[{source}]", persist_result=False)
+def ingest(
+    source: str, store: str | None = None, contract: str | None = None, config: IngestConfig = IngestConfig()
+) -> IngestReport:
+    """Read feature Parquet, check it and keep it as an immutable dataset.
+
+    Args:
+        source: Folder, file or glob of Parquet files: the whole dataset.
+        store: file:// or s3:// prefix; none takes FORECASTLE_STORE, else this machine's own store.
+        contract: TOML file with the feature contract; none finds 5 static, 210 historical and 10 future columns by prefix.
+        config: How to ingest.
+    """
+    wanted = FeatureContract.from_toml(contract) if contract else MARKET_FEATURES
+    opened = open_store(default_store(store))
+    with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
+        staged = stage(source, wanted, config, Path(folder))
+        report = validate(staged)
+        show_validation(report.table, source)
+        dataset, uri = write(staged, report, opened)
+    emit_event(
+        "dataset.landed",
+        resource={"prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}"},
+        payload={"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri},
+    )
+    return IngestReport(
+        dataset=uri,
+        fingerprint=dataset.fingerprint,
+        rows=dataset.rows,
+        series=dataset.series,
+        skipped_series=too_short(dataset),
+        quarantined_rows=staged.quarantined_rows,
+        files=staged.sources,
+    )
+
+
+def too_short(dataset: Dataset) -> list[str]:
+    """Series with fewer rows than one window of the default TFT needs."""
+    config = TFTConfig()
+    return [name for name, rows in dataset.series.items() if rows < config.context + config.horizon]

@@ -1,0 +1,216 @@
+"""Plots and tables of a run: as Prefect artifacts and as report.html beside the model. Same numbers, same bytes: no
+clock and no host name is in report.html, since it is hashed and published. Uses matplotlib and Prefect."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from models.checkpoint import write_atomically
+from models.manifest import Dataset, ModelManifest
+from models.progress import TrainResult
+from tasks.artifacts import TrainedRun
+
+# Readable on a light and on a dark page: mid-tone lines on no background of our own
+INK = "#7a7f87"
+COLOURS = ("#2f7ed8", "#e0731d", "#3aa655", "#b04fc4", "#c9a227")
+
+
+def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)) -> str:
+    """The SVG text of one plot; `draw` gets the matplotlib axes. The same data give the same bytes."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    style = {
+        "svg.hashsalt": "forecastle", "font.size": 8, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK,
+        "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
+        "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        try:
+            draw(axes)
+            figure.patch.set_alpha(0)
+            axes.patch.set_alpha(0)
+            out = io.StringIO()
+            figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        finally:
+            pyplot.close(figure)
+    return out.getvalue()
+
+
+def data_uri(svg: str) -> str:
+    """The plot as an image address: the Prefect UI shows these and drops inline SVG."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def _loss_curve(result: TrainResult) -> str:
+    def draw(axes: Any) -> None:
+        epochs = [row.epoch for row in result.history]
+        axes.plot(epochs, [row.train_loss for row in result.history], color=COLOURS[0], marker=".", label="train loss")
+        scored = [row for row in result.history if row.score is not None]
+        if scored:
+            twin = axes.twinx()
+            twin.plot([r.epoch for r in scored], [r.score for r in scored], color=COLOURS[1], marker=".")
+            twin.set_ylabel("validation score (higher is better)", color=COLOURS[1])
+            twin.grid(False)
+        if result.best_epoch:
+            axes.axvline(result.best_epoch, color=INK, linestyle=":", label=f"best epoch {result.best_epoch}")
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("train loss", color=COLOURS[0])
+        axes.legend(frameon=False)
+
+    return svg_plot(draw)
+
+
+def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for sample in report.get("samples", ())[:4]:
+
+        def draw(axes: Any, sample: dict[str, Any] = sample) -> None:
+            quantiles = sample["quantiles"]  # [H, Q]
+            steps = range(1, len(quantiles) + 1)
+            low, middle, high = (
+                [row[0] for row in quantiles],
+                [row[len(row) // 2] for row in quantiles],
+                [row[-1] for row in quantiles],
+            )
+            axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.25, label="outer quantiles")
+            axes.plot(steps, middle, color=COLOURS[0], label="middle quantile")
+            axes.plot(steps, sample["actual"], color=COLOURS[1], marker=".", label="actual")
+            axes.set_xlabel("bars ahead")
+            axes.legend(frameon=False)
+
+        yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
+
+
+def _importance(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for group, weights in report.get("importance", {}).items():
+        top = sorted(weights.items(), key=lambda item: -item[1])[:15][::-1]
+        if not top:
+            continue
+
+        def draw(axes: Any, top: list[tuple[str, float]] = top) -> None:
+            axes.barh([name for name, _ in top], [weight for _, weight in top], color=COLOURS[0])
+            axes.set_xlabel("mean selection weight")
+
+        yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.6 + 0.17 * len(top)))
+
+
+def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    curves = report.get("equity")
+    if not curves:
+        return
+
+    def draw(axes: Any) -> None:
+        for (name, values), colour in zip(curves.items(), COLOURS, strict=False):
+            axes.plot(range(len(values)), values, color=colour, label=name.replace("_", " "))
+        axes.set_xlabel("test block")
+        axes.set_ylabel("summed log return")
+        axes.legend(frameon=False)
+
+    yield "Equity on the test block", svg_plot(draw)
+
+
+def _plots(result: TrainResult) -> list[tuple[str, str]]:
+    curve = [("Training", _loss_curve(result))] if result.history else []
+    return [*curve, *_equity(result.report), *_fan_charts(result.report), *_importance(result.report)]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def flat_metrics(metrics: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Metrics as name and text, nested ones with dotted names."""
+    rows: list[tuple[str, str]] = []
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            rows += flat_metrics(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            rows.append((prefix + name, ", ".join(_number(v) for v in value)))
+        else:
+            rows.append((prefix + name, _number(value)))
+    return rows
+
+
+def _facts(run: TrainedRun) -> list[tuple[str, str]]:
+    return [
+        ("model", f"{run.model} ({run.family})"),
+        ("dataset", f"{run.dataset.fingerprint[:12]}, {run.dataset.rows} rows, {len(run.dataset.series)} series"),
+        ("period", f"{run.dataset.first_timestamp} to {run.dataset.last_timestamp}"),
+        ("ended", f"{run.stop_reason} after {run.epochs} epochs, best epoch {run.best_epoch}, weights: {run.weights}"),
+        ("run key", run.run_key),
+        ("seed", str(run.config.seed)),
+        ("versions", ", ".join(f"{k} {v}" for k, v in run.versions.items())),
+    ]
+
+
+def write_report(run: TrainedRun, result: TrainResult, path: Path) -> None:
+    """The run's plots and tables as one self-contained HTML file."""
+
+    def table(rows: Sequence[tuple[str, str]]) -> str:
+        cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in rows)
+        return f"<table>{cells}</table>"
+
+    plots = "".join(f"<h2>{html.escape(title)}</h2>{svg[svg.index('<svg') :]}" for title, svg in _plots(result))
+    config = [(k, str(v)) for k, v in run.config.model_dump(mode="json").items()]
+    page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(run.model)}</title>
+<meta name="viewport" content="width=device-width"><style>
+:root{{color-scheme:light dark}}body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
+table{{border-collapse:collapse}}th,td{{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top;overflow-wrap:anywhere}}
+th{{font-weight:600;white-space:nowrap}}svg{{max-width:100%;height:auto}}</style>
+<h1>{html.escape(run.model)}</h1>{table(_facts(run))}{plots}
+<h2>Metrics</h2>{table(flat_metrics(run.metrics))}<h2>Configuration</h2>{table(config)}</html>
+"""
+    write_atomically(path, page.encode())
+
+
+def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
+    body = "\n".join(f"| {k} | {v.replace('|', '/')} |" for k, v in rows)
+    return f"| | |\n|---|---|\n{body}\n"
+
+
+def show_training(run: TrainedRun, result: TrainResult, *, seconds: float, device: str) -> None:
+    """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database)."""
+    facts = [*_facts(run), ("time", f"{seconds:.1f} s on {device}")]
+    text = f"# {run.model}\n\n{_markdown_table(facts)}\n"
+    metrics = f"\n## Metrics\n\n{_markdown_table(flat_metrics(run.metrics))}"
+    for title, svg in _plots(result):
+        image = f"\n## {title}\n\n![{title}]({data_uri(svg)})\n"
+        if len(text) + len(image) + len(metrics) < 290_000:
+            text += image
+    create_markdown_artifact(
+        text + metrics, key=f"{run.family}-training-report", description=f"Training of {run.model}"
+    )
+
+
+def show_validation(table: list[dict[str, Any]], dataset_name: str) -> None:
+    """What happened to every rule, as a table artifact of the current run."""
+    create_table_artifact(table, key="validation", description=f"Validation of {dataset_name}")
+
+
+def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotion: str) -> None:
+    """From dataset to published files, as an artifact of the current run."""
+    files = "\n".join(f"| {name} | {file.size} | `{file.sha256}` |" for name, file in sorted(manifest.files.items()))
+    rows = [
+        ("dataset", f"`{dataset.fingerprint}` ({dataset.rows} rows) {manifest.dataset_uri}"),
+        ("contract", f"`{dataset.contract.fingerprint}`"),
+        ("run key", f"`{manifest.run_key}`"),
+        ("code", manifest.code_version),
+        ("published as", where),
+        ("promotion", promotion),
+    ]
+    text = f"# {manifest.model} version {manifest.version}\n\n{_markdown_table(rows)}\n"
+    create_markdown_artifact(
+        f"{text}\n| file | bytes | sha256 |\n|---|---|---|\n{files}\n",
+        key=f"{manifest.family}-lineage",
+        description=f"Lineage of {manifest.model} {manifest.version}",
+    )

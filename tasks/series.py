@@ -1,0 +1,132 @@
+"""Dataset files to arrays: row-major float32 features and offsets, in a local cache keyed by the dataset's fingerprint.
+Windows over them are cut in models/windows.py. Uses pyarrow."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.features import FeatureContract, canonical_json
+from models.manifest import Dataset
+from models.windows import SeriesArrays
+from tasks.parquet import StagedFiles, row_batches
+from tasks.storage import ArtifactIntegrityError, digest, split_uri
+
+ARRAYS = ("timestamps", "price", "targets", "static", "historical", "future", "offsets", "history_rows")
+
+
+def load_series(dataset: Dataset, dataset_uri: str, cache: Path) -> SeriesArrays:
+    """The dataset's rows as arrays, memory-mapped from the cache, which is filled and verified first.
+
+    Raises ArtifactIntegrityError when a stored part is not what dataset.json says.
+    """
+    folder = cache / dataset.fingerprint
+    if (found := _from_cache(folder, dataset.contract)) is not None:
+        return found
+    cache.mkdir(parents=True, exist_ok=True)
+    store, key = split_uri(dataset_uri, "datasets")
+    place = key.rpartition("/")[0]
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".filling-") as temporary:
+        parts = [Path(temporary) / name for name in sorted(dataset.files)]
+        for path in parts:
+            store.download(f"{place}/{path.name}", path, dataset.files[path.name])
+        series = _read(parts, dataset.contract, dataset.rows, future_rows=0)
+        if dict(zip(series.names, np.diff(series.offsets).tolist(), strict=True)) != dataset.series:
+            raise ArtifactIntegrityError(f"{dataset_uri}: the parts hold other series than dataset.json says")
+        filled = Path(temporary) / "arrays"
+        filled.mkdir()
+        sizes: dict[str, Any] = {}
+        for name in ARRAYS:
+            np.save(filled / f"{name}.npy", getattr(series, name), allow_pickle=False)
+            sizes[name] = digest(filled / f"{name}.npy").model_dump()
+        (filled / "names.json").write_text(canonical_json({"names": series.names, "files": sizes}))
+        try:
+            os.rename(filled, folder)  # whole or not at all; another process may have been quicker
+        except OSError:
+            if _from_cache(folder, dataset.contract) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(filled, folder)
+    found = _from_cache(folder, dataset.contract)
+    if found is None:
+        raise ArtifactIntegrityError(f"{folder}: the cache just written cannot be read; is the disk full?")
+    return found
+
+
+def _from_cache(folder: Path, contract: FeatureContract) -> SeriesArrays | None:
+    """The cached arrays, or None when there are none or their bytes are not those that were written."""
+    try:
+        index = json.loads((folder / "names.json").read_text())
+        arrays = {}
+        for name in ARRAYS:
+            path = folder / f"{name}.npy"
+            if digest(path).model_dump() != index["files"][name]:
+                return None
+            arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, KeyError):
+        return None
+    return SeriesArrays(contract=contract, names=tuple(index["names"]), **arrays)
+
+
+def series_from_staged(staged: StagedFiles) -> SeriesArrays:
+    """The staged rows as arrays; rows that hold key and future columns alone may end a series."""
+    return _read(staged.parts, staged.contract, staged.rows, staged.future_rows)
+
+
+def _read(parts: Sequence[Path | str], contract: FeatureContract, rows: int, future_rows: int) -> SeriesArrays:
+    groups = contract.groups()
+    timestamps = np.empty(rows, np.int64)
+    price = np.empty(rows, np.float64)
+    targets = np.empty((rows, len(contract.target_names)), np.float64)
+    historical = np.empty((rows, len(groups["historical"])), np.float32)
+    future = np.empty((rows, len(groups["future"])), np.float32)
+    ahead = np.zeros(rows, bool)
+    names: list[str] = []
+    offsets: list[int] = []
+    static: list[list[float]] = []
+    at = 0
+    for batch in row_batches(parts, contract):
+        size = batch.num_rows
+        place = slice(at, at + size)
+        columns = dict(zip(contract.columns, batch.columns, strict=True))
+        values = {n: c.fill_null(0).to_numpy(zero_copy_only=False) for n, c in columns.items() if n not in (contract.entity, contract.timestamp)}
+        ahead[place] = columns[contract.price].is_null().to_numpy(zero_copy_only=False)
+        timestamps[place] = columns[contract.timestamp].cast("int64").to_numpy()
+        price[place] = values[contract.price]
+        for block, of in ((targets, contract.target_names), (historical, groups["historical"]), (future, groups["future"])):
+            for i, name in enumerate(of):
+                block[place, i] = values[name]
+        entities = np.asarray(columns[contract.entity].to_pylist(), dtype=object)
+        starts = np.flatnonzero(entities[1:] != entities[:-1]) + 1
+        for start in (0, *starts.tolist()):
+            if not names or names[-1] != entities[start]:
+                names.append(str(entities[start]))
+                offsets.append(at + start)
+                static.append([float(values[name][start]) for name in groups["static"]])
+        at += size
+    if at != rows:
+        raise ArtifactIntegrityError(f"the parts hold {at} rows, expected {rows}")
+    bounds = np.array([*offsets, rows], np.int64)
+    history = np.array([_history(names[s], ahead[a:b], future_rows) for s, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))], np.int64)  # fmt: skip
+    return SeriesArrays(
+        contract=contract, names=tuple(names), offsets=bounds, history_rows=history, timestamps=timestamps, price=price,
+        targets=targets, static=np.array(static, np.float32).reshape(len(names), -1), historical=historical, future=future,
+    )  # fmt: skip
+
+
+def _history(name: str, ahead: Any, future_rows: int) -> int:
+    """Complete rows of a series; raises DataContractError unless rows without history come last and are few."""
+    from tasks.expectations import DataContractError
+
+    complete = int((~ahead).sum())
+    if ahead[:complete].any():
+        raise DataContractError(f"series {name}: a row without price and history lies before complete ones")
+    if len(ahead) - complete > future_rows:
+        raise DataContractError(f"series {name}: {len(ahead) - complete} rows ahead, at most {future_rows} are used")
+    return complete

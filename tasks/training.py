@@ -1,0 +1,253 @@
+"""Training as tasks: device, run log, resume state, checkpoint files, stop signals. The loops themselves stand in
+models/tft/training.py and models/dqn/training.py; publishing stands in tasks/artifacts.py. Uses Prefect and torch."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import models.dqn.training
+import models.tft.training
+import torch
+from prefect import get_run_logger, task
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.concurrency.sync import concurrency
+
+from models.checkpoint import Snapshot, checkpoint_bytes, checkpoint_name, save_checkpoint, write_atomically
+from models.config import RunConfig
+from models.manifest import Checkpoint, Dataset, ModelConfig
+from models.progress import EpochRow, TrainResult
+from tasks import forecastle_home
+from tasks.artifacts import TrainedRun, newest_resume, save_resume
+from tasks.report import show_training, write_report
+from tasks.series import load_series
+from tasks.storage import ObjectStore, open_store
+
+GPU_LIMIT = "gpu"
+
+
+class TrainingInterrupted(RuntimeError):
+    """The run was asked to stop; its state is saved and a rerun continues from it."""
+
+
+def resolve_device(config: RunConfig) -> str:
+    """`cuda` or `cpu`. Raises ValueError when a GPU is asked for and none is there."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("config.device is cuda, but torch sees no GPU; use auto or cpu")
+    return "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def library_versions() -> dict[str, str]:
+    """Versions that decide a run's numbers."""
+    from importlib.metadata import version
+
+    names = ("torch", "numpy", "safetensors", "duckdb", "pyarrow", "great-expectations", "prefect", "pydantic")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Turn SIGTERM and Ctrl-C into a flag that the training loop reads at its update boundary.
+
+    On leaving, the handlers from before are back and a signal that came is handed on to them: Prefect's own handler
+    then ends the run as cancelled. A second signal is handed on at once. Outside the main thread signals stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def remember(number: int, frame: Any) -> None:
+        if received:
+            hand_on(number, frame)
+        received.append(number)
+
+    def hand_on(number: int, frame: Any) -> None:
+        previous = before[signal.Signals(number)]
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL:
+            raise TrainingInterrupted(f"stopped by {signal.Signals(number).name}")
+
+    for number in before:
+        signal.signal(number, remember)
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+    if received:
+        hand_on(received[0], None)
+
+
+@contextlib.contextmanager
+def gpu_slot(device: str) -> Iterator[None]:
+    """One training per GPU: hold a slot of the global limit `gpu`, made when missing. Nothing on a CPU."""
+    if device == "cpu":
+        yield
+        return
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        # strict=True refuses a missing limit, strict=False would run without any
+        try:
+            client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+        except ObjectNotFound:
+            with contextlib.suppress(ObjectAlreadyExists):
+                limit = GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=torch.cuda.device_count())
+                client.create_global_concurrency_limit(limit)
+    with concurrency(GPU_LIMIT, occupy=1, strict=True, lease_duration=60):
+        yield
+
+
+class _EpochLog:
+    """One log line and one step of the progress artifact per epoch; a bar on a terminal."""
+
+    def __init__(self, family: str, epochs: int) -> None:
+        self.logger = get_run_logger()
+        self.family, self.epochs = family, epochs
+        self.artifact = create_progress_artifact(0.0, key=f"{family}-progress", description=f"{family} epochs")
+        self.bar: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.bar = Progress(console=Console(stderr=True))
+            self.bar.start()
+            self.bar_task = self.bar.add_task(f"{family} epochs", total=epochs)
+
+    def __call__(self, row: EpochRow) -> None:
+        numbers = {"train_loss": row.train_loss, "score": row.score, **row.values, "seconds": row.seconds}
+        text = " ".join(f"{k}={v:.5g}" for k, v in numbers.items() if v is not None)
+        self.logger.info("%s epoch=%d/%d %s", self.family, row.epoch, self.epochs, text)
+        update_progress_artifact(self.artifact, 100.0 * row.epoch / self.epochs)
+        if self.bar:
+            self.bar.update(self.bar_task, completed=row.epoch)
+
+    def close(self, finished: bool) -> None:
+        if self.bar:
+            self.bar.stop()
+        if finished:  # early stopping too: nothing is left to do
+            update_progress_artifact(self.artifact, 100.0)
+
+
+Train = Callable[..., TrainResult]
+
+
+def _train(
+    family_train: Train,
+    config: ModelConfig,
+    dataset: Dataset,
+    dataset_uri: str,
+    store: ObjectStore,
+    key: str,
+    model: str,
+) -> TrainedRun:
+    """Train to a folder of checkpoint files and a report. Raises TrainingInterrupted after a stop signal: then the
+    final file and the resume state stand under runs/<key>/ in the store."""
+    logger = get_run_logger()
+    device = resolve_device(config)
+    folder = forecastle_home() / "runs" / key
+    series = load_series(dataset, dataset_uri, forecastle_home() / "cache")
+    resume, skipped = _find_resume(store, key)
+    for line in skipped:
+        logger.warning("resume state passed over: %s", line)
+    checkpoints: dict[str, Checkpoint] = {}
+    if resume is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        completed = int(resume.metadata["epoch"])
+        logger.info("resuming %s after %d completed epochs", model, completed)
+        for epoch in range(config.checkpoint_every, completed + 1, config.checkpoint_every):
+            name = checkpoint_name(config.family, epoch, is_final=False)
+            checkpoints[name] = _bring_back(store, key, folder, name, epoch)
+
+    def on_checkpoint(epoch: int, is_final: bool, weights: Snapshot, resume: Snapshot | None) -> None:
+        weights.metadata.update(
+            dataset=dataset.fingerprint,
+            dataset_uri=dataset_uri,
+            run_key=key,
+            versions=library_versions(),
+            device=device,
+        )
+        saved = save_checkpoint(folder, config.family, epoch, is_final, weights)
+        checkpoints[saved.name] = saved
+        if resume is None:
+            return
+        # Kept in the store while the run goes on: another machine can continue, with every file so far.
+        prefix = f"runs/{key}/interrupted" if is_final else f"runs/{key}/checkpoints"
+        data = (folder / saved.name).read_bytes()
+        store.put_if_absent(f"{prefix}-{saved.sha256[:8]}/{saved.name}" if is_final else f"{prefix}/{saved.name}", data)
+        save_resume(store, key, f"{epoch:06d}" + ("-interrupted" if is_final else ""), checkpoint_bytes(resume))
+
+    log = _EpochLog(config.family, config.epochs)
+    started = time.perf_counter()
+    with gpu_slot(device), stop_signals() as stop_requested:
+        result: TrainResult | None = None
+        try:
+            result = family_train(
+                config, series, on_epoch=log, on_checkpoint=on_checkpoint, stop_requested=stop_requested, resume=resume
+            )
+        finally:
+            log.close(finished=result is not None and result.stop_reason != "interrupted")
+    if result.stop_reason == "interrupted":  # no signal of ours to hand on: a stop asked for in another way
+        raise TrainingInterrupted(f"{model}: stopped after {result.epochs} epochs; a rerun continues from there")
+    logger.info("%s ended: %s after %d epochs", model, result.stop_reason, result.epochs)
+    run = TrainedRun(
+        run_key=key,
+        model=model,
+        family=config.family,
+        folder=str(folder),
+        checkpoints=tuple(checkpoints.values()),
+        config=config,
+        dataset=dataset,
+        dataset_uri=dataset_uri,
+        metrics=result.metrics,
+        epochs=result.epochs,
+        stop_reason=result.stop_reason,
+        best_epoch=result.best_epoch,
+        weights=result.weights,
+        versions=library_versions(),
+    )
+    write_report(run, result, folder / "report.html")
+    write_atomically(folder / "run.json", run.model_dump_json(indent=1).encode())
+    show_training(run, result, seconds=time.perf_counter() - started, device=device)
+    return run
+
+
+def _find_resume(store: ObjectStore, key: str) -> tuple[Snapshot | None, list[str]]:
+    found = newest_resume(store, key)
+    return found if found else (None, [])
+
+
+def _bring_back(store: ObjectStore, key: str, folder: Path, name: str, epoch: int) -> Checkpoint:
+    """A regular checkpoint of the interrupted run, from the store into the run's folder."""
+    import hashlib
+
+    data = store.get(f"runs/{key}/checkpoints/{name}")
+    write_atomically(folder / name, data)
+    return Checkpoint(name=name, epoch=epoch, is_final=False, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+
+
+@task(name="train-tft", task_run_name="train-tft[{model}]", cache_policy=NO_CACHE)
+def train_tft(config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str) -> TrainedRun:
+    """Train a Temporal Fusion Transformer on one dataset; files stay on this machine until they are published."""
+    return _train(models.tft.training.train, config, dataset, dataset_uri, open_store(store), key, model)
+
+
+@task(name="train-dqn", task_run_name="train-dqn[{model}]", cache_policy=NO_CACHE)
+def train_dqn(config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str) -> TrainedRun:
+    """Train a DQN agent on one dataset; files stay on this machine until they are published."""
+    return _train(models.dqn.training.train, config, dataset, dataset_uri, open_store(store), key, model)

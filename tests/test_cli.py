@@ -1,0 +1,77 @@
+"""The command line: quick help, one JSON object on stdout, exit codes. Flows run in tests/test_flows.py."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from flows.__main__ import UsageError, _exit_code, _expand, app, main
+
+HEAVY = ("torch", "prefect", "great_expectations", "duckdb", "boto3", "pyarrow", "matplotlib")
+
+
+def test_help_loads_no_heavy_library():
+    code = (
+        "import sys\nfrom flows.__main__ import main\n"
+        "try:\n    main(['--help'])\n"
+        f"finally:\n    print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().endswith("[]"), done.stderr
+    for command in ("run", "ingest", "train", "predict", "models", "storage", "ui"):
+        assert command in done.stdout
+
+
+def test_every_command_loads_and_explains_its_options(capfd):
+    for name in ("run", "ingest", "train tft", "train dqn", "predict", "storage start", "models verify", "ui"):
+        with pytest.raises(SystemExit) as ended:
+            main([*name.split(), "--help"])
+        assert ended.value.code == 0, name
+    assert "--config.epochs" in capfd.readouterr().out
+
+
+def test_gradient_checkpointing_flag_and_config_file_reach_the_config(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("epochs = 3\nquantiles = [0.2, 0.8]\n[early_stopping]\npatience = 2\n")
+    tokens = ["train", "tft", "--config", str(file), "--config.epochs", "7", "--use-gradient-checkpointing"]
+    _, bound, _ = app.parse_args(_expand(tokens))
+    config = bound.arguments["config"]
+    assert (config.epochs, config.early_stopping.patience) == (7, 2), "the command line wins over the file"
+    assert config.gradient_checkpointing == "full"
+    assert config.quantiles == (0.2, 0.8)
+
+
+def test_config_file_that_is_no_toml_is_wrong_usage(tmp_path):
+    with pytest.raises(UsageError, match="nothing.toml"):
+        _expand(["train", "tft", "--config", str(tmp_path / "nothing.toml")])
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["nonsense"],
+        ["train", "tft", "--config.epochs", "0"],
+        ["train", "dqn"],
+        ["ingest"],
+        ["train", "tft", "--no-such", "1"],
+    ],
+)
+def test_wrong_usage_exits_2_and_json_says_so(tokens, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main([*tokens, "--json"])
+    assert ended.value.code == 2
+    assert json.loads(capfd.readouterr().out)["exit_code"] == 2
+
+
+def test_exit_codes_follow_the_kind_of_error():
+    from models.checkpoint import CheckpointError
+    from tasks.expectations import DataContractError
+    from tasks.storage import ArtifactIntegrityError, StoreError
+
+    assert _exit_code(DataContractError("x")) == 3
+    assert _exit_code(ArtifactIntegrityError("x")) == 4
+    assert _exit_code(CheckpointError("x")) == 4
+    assert _exit_code(StoreError("x")) == 1
+    assert _exit_code(RuntimeError("x")) == 1

@@ -1,0 +1,273 @@
+"""Flows against a real Prefect server, started once here, and real stores."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter
+from prefect.testing.utilities import prefect_test_harness
+from synthetic import write_market
+
+from flows.__main__ import main
+from flows.ingest import ingest
+from flows.pipeline import pipeline
+from flows.retrain_dqn import retrain_dqn
+from models.checkpoint import load_checkpoint
+from models.config import EarlyStopping
+from models.dqn.config import DQNConfig
+from models.features import FeatureContract
+from models.tft.config import TFTConfig
+from tasks.artifacts import read_manifest, verify
+from tasks.storage import open_store
+
+TFT = TFTConfig(
+    context=8, horizon=3, hidden_size=8, num_heads=2, grn_layers=1, epochs=2, updates_per_epoch=3, batch_size=4,
+    windows_per_start=2, checkpoint_every=1, device="cpu",
+)  # fmt: skip
+DQN = DQNConfig(
+    hidden_sizes=(16,), epochs=2, updates_per_epoch=5, batch_size=16, num_envs=4, checkpoint_every=1, device="cpu"
+)
+CONTRACT = """entity = "symbol"
+timestamp = "ts"
+price = "close"
+targets = ["close"]
+static = { prefix = "s_", count = 3 }
+historical = { prefix = "h_", count = 40 }
+future = { prefix = "f_", count = 4 }
+lookback_bars = 5
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    before = {k: os.environ.get(k) for k in ("FORECASTLE_HOME", "FORECASTLE_STORE")}
+    os.environ["FORECASTLE_HOME"] = str(home)
+    os.environ.pop("FORECASTLE_STORE", None)
+    with prefect_test_harness(server_startup_timeout=240):
+        yield home
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "_contract.toml").write_text(CONTRACT)
+    names = {"entity": "symbol", "timestamp": "ts", "price": "close", "targets": ("close",)}
+    prefixes = {"static": "s_", "historical": "h_", "future": "f_"}
+    write_market(
+        folder, series={"AAA": 220, "BBB": 180, "CCC": 6}, static=3, historical=40, future=4, seed=3,
+        names=names, prefixes=prefixes,
+    )  # fmt: skip
+    return folder
+
+
+def artifact_keys(prefix=""):
+    with get_client(sync_client=True) as client:
+        return [
+            a.key
+            for a in client.read_artifacts(artifact_filter=ArtifactFilter(), limit=200)
+            if a.key.startswith(prefix)
+        ]
+
+
+def runs_of(task_prefix):
+    with get_client(sync_client=True) as client:
+        return [r for r in client.read_task_runs(limit=200) if r.name.startswith(task_prefix)]
+
+
+@pytest.fixture(scope="module")
+def published(source, tmp_path_factory):
+    store = (tmp_path_factory.mktemp("store")).as_uri()
+    return store, pipeline(str(source), store, str(source / "_contract.toml"), TFT, DQN)
+
+
+def test_pipeline_publishes_two_verified_models_from_another_contract(published):
+    store, report = published
+    opened = open_store(store)
+    assert report.ingest.series == {"AAA": 220, "BBB": 180, "CCC": 6}
+    assert report.ingest.skipped_series == ["CCC"]
+    for model, outcome in (("tft", report.tft), ("dqn", report.dqn)):
+        manifest = read_manifest(opened, model, outcome.version)
+        names = {f"{model}_epoch_1.safetensors", f"{model}_epoch_2.safetensors", f"{model}_final_epoch2.safetensors"}
+        assert set(manifest.files) == {*names, "report.html"}
+        for name, file in manifest.files.items():
+            data = opened.get(f"models/{model}/{manifest.version}/{name}")
+            assert (hashlib.sha256(data).hexdigest(), len(data)) == (file.sha256, file.size)
+        verify(opened, model, manifest.version)
+        assert manifest.dataset.fingerprint == report.ingest.fingerprint
+        assert manifest.versions["torch"]
+
+
+def test_a_published_final_checkpoint_tells_where_it_comes_from(published, tmp_path):
+    store, report = published
+    opened = open_store(store)
+    manifest = read_manifest(opened, "dqn", report.dqn.version)
+    path = tmp_path / manifest.final
+    path.write_bytes(opened.get(f"models/dqn/{manifest.version}/{manifest.final}"))
+    metadata = load_checkpoint(path, manifest.files[manifest.final].sha256).metadata
+    assert metadata["config"] == DQN.model_dump(mode="json")
+    assert metadata["contract_fingerprint"] == manifest.dataset.contract.fingerprint
+    assert (metadata["dataset"], metadata["stop_reason"]) == (manifest.dataset.fingerprint, "all_epochs")
+    assert metadata["weights"] in {"best", "last"}
+
+
+def test_runs_show_validation_training_and_lineage_in_the_ui(published):
+    keys = artifact_keys()
+    for key in ("validation", "tft-training-report", "dqn-training-report", "tft-lineage", "dqn-lineage"):
+        assert key in keys, keys
+    with get_client(sync_client=True) as client:
+        report = next(a for a in client.read_artifacts(limit=200) if a.key == "tft-training-report")
+    assert "data:image/svg+xml;base64," in report.data
+    assert len(report.data) < 300_000
+
+
+def test_one_dataset_and_config_train_once(published, source):
+    store, report = published
+    before = len(runs_of("train-"))
+    again = pipeline(str(source), store, str(source / "_contract.toml"), TFT, DQN)
+    assert (again.tft.already_trained, again.dqn.already_trained) == (True, True)
+    assert (again.tft.version, again.dqn.version) == (report.tft.version, report.dqn.version)
+    assert again.tft.files == report.tft.files
+    assert len(runs_of("train-")) == before
+    assert again.ingest.fingerprint == report.ingest.fingerprint
+
+
+def test_again_trains_a_new_version_with_the_same_weights(published):
+    store, report = published
+    second = retrain_dqn(report.ingest.dataset, store, "dqn", DQN, again=True)
+    assert second.version == report.dqn.version + 1
+    assert not second.already_trained
+    old = read_manifest(open_store(store), "dqn", report.dqn.version)
+    final = open_store(store).get(f"models/dqn/{second.version}/{old.final}")
+    tensors_of = [
+        d[8 + int.from_bytes(d[:8], "little") :] for d in (final, open_store(store).get(f"models/dqn/1/{old.final}"))
+    ]
+    assert tensors_of[0] == tensors_of[1], "the same data, config and seed give the same weights"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"epochs": 7, "checkpoint_every": 5}, {"dqn_epoch_5.safetensors", "dqn_final_epoch7.safetensors"}),
+        ({"epochs": 5, "checkpoint_every": 5}, {"dqn_epoch_5.safetensors", "dqn_final_epoch5.safetensors"}),
+    ],
+)
+def test_exactly_the_named_checkpoints_are_published(published, change, expected):
+    store, report = published
+    config = DQN.model_copy(update={**change, "early_stopping": EarlyStopping(patience=0)})
+    outcome = retrain_dqn(report.ingest.dataset, store, "named", config)
+    assert {n for n in outcome.files if n.endswith(".safetensors")} == expected
+
+
+def test_non_finite_loss_is_published_but_never_promoted(published, monkeypatch):
+    import torch
+
+    import models.dqn.training
+
+    store, report = published
+    monkeypatch.setattr(
+        models.dqn.training, "huber_loss", lambda *a, **k: torch.tensor(float("nan"), requires_grad=True)
+    )
+    config = DQN.model_copy(update={"seed": 5, "promotion": "always"})
+    outcome = retrain_dqn(report.ingest.dataset, store, "broken", config)
+    assert (outcome.stop_reason, outcome.epochs, outcome.promoted) == ("non_finite_loss", 0, False)
+    assert {n for n in outcome.files if n.endswith(".safetensors")} == {"dqn_final_epoch0.safetensors"}
+    verify(open_store(store), "broken", outcome.version)
+
+
+def test_refused_source_exits_3_names_column_and_count_and_leaves_the_store_empty(source, tmp_path, capfd):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    file = sorted(source.rglob("*.parquet"))[0]
+    table = pq.read_table(file)
+    column = table.schema.names.index("h_007") if "h_007" in table.schema.names else len(table.schema.names) - 5
+    name = table.schema.names[column]
+    values = table[name].to_pylist()
+    values[3] = float("nan")
+    pq.write_table(
+        table.set_column(column, name, pa.array(values, table.schema.field(name).type)), bad / "part.parquet"
+    )
+    store = tmp_path / "store"
+    with pytest.raises(SystemExit) as ended:
+        main(["ingest", str(bad), "--store", store.as_uri(), "--contract", str(source / "_contract.toml"), "--json"])
+    assert ended.value.code == 3
+    out, err = capfd.readouterr()
+    assert json.loads(out)["exit_code"] == 3
+    assert "part.parquet" in err
+    assert name in err
+    assert "1" in err
+    assert not [p for p in store.rglob("*") if p.is_file() and not p.name.startswith(".")]
+
+
+def train_command(dataset, store, epochs):
+    options = {"epochs": epochs, "updates-per-epoch": 60, "checkpoint-every": 2, "num-envs": 8, "device": "cpu"}
+    tokens = [t for k, v in options.items() for t in (f"--config.{k}", str(v))]
+    return [
+        sys.executable, "-m", "flows", "train", "dqn", "--dataset", dataset, "--store", store, *tokens,
+        "--config.hidden-sizes", "32", "--config.early-stopping.patience", "0", "--name", "stopped", "--json",
+    ]  # fmt: skip
+
+
+def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weights(published, tmp_path_factory):
+    """Killed by SIGTERM and run again equals never killed: same final file, tensor for tensor."""
+    store, report = published
+    environment = {**os.environ, "FORECASTLE_HOME": str(tmp_path_factory.mktemp("stopped"))}
+    with get_client(sync_client=True) as client:
+        environment["PREFECT_API_URL"] = str(client.api_url)
+    command = train_command(report.ingest.dataset, store, 40)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if "epoch=3/40" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.communicate(timeout=60)
+    text = "".join(seen) + rest[1]
+    assert process.returncode != 0, text
+    opened = open_store(store)
+    aside = [k for k in opened.list("runs/") if "interrupted" in k and "_final_epoch" in k]
+    assert len(aside) == 1, (aside, text)
+    assert opened.head("models/stopped/champion.json") is None
+    assert not [k for k in opened.list("models/stopped/") if k.endswith("manifest.json")]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "resuming stopped after" in done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["epochs"] == 40, time.monotonic() - started
+    assert set(outcome["files"]) == {
+        *(f"dqn_epoch_{n}.safetensors" for n in range(2, 41, 2)), "dqn_final_epoch40.safetensors", "report.html",
+    }  # fmt: skip
+    whole = train_command(report.ingest.dataset, store, 40)
+    whole[whole.index("stopped")] = "whole"
+    done = subprocess.run(whole, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+    def tensors(model):
+        manifest = read_manifest(opened, model, 1)
+        data = opened.get(f"models/{model}/1/{manifest.final}")
+        return data[8 + int.from_bytes(data[:8], "little") :]
+
+    assert tensors("stopped") == tensors("whole")
+
+
+def test_ingest_of_the_same_rows_is_the_same_dataset(source, tmp_path):
+    contract = str(source / "_contract.toml")
+    first = ingest(str(source), (tmp_path / "one").as_uri(), contract)
+    second = ingest(str(source), (tmp_path / "two").as_uri(), contract)
+    assert first.fingerprint == second.fingerprint
+    assert FeatureContract.from_toml(contract).lookback_bars == 5
