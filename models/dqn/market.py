@@ -1,0 +1,128 @@
+"""The market as tensors: one feature table, log returns, and many copies that step together. Nothing here sees a row
+after the one that an agent stands on; rewards are paid out by `step`.
+
+A position is -1, 0 or 1 units of the asset (short, flat, long). Actions are sell, hold, buy: buy asks for +1, sell for -1
+(0 when long_only), hold for the position held. A bar from row t to t + 1 pays position x log return minus
+fee x |change of position|, divided by the standard deviation of the TRAIN returns.
+
+fill "close": the order of row t is filled at the close of row t and earns from t to t + 1. fill "next": it is filled at the
+close of row t + 1, so the bar from t to t + 1 still earns with the old position. The position that an agent sees is always
+the one that its pending orders lead to, so that the state stays Markov."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.windows import SeriesArrays
+
+POSITIONS = (-1, 0, 1)
+ACTIONS = ("sell", "hold", "buy")
+FLAT = 1
+CLIP = 10.0
+
+
+@dataclass(frozen=True)
+class FeatureScaler:
+    """Mean and scale of the 225 features over the train rows; a constant column has scale 1."""
+
+    mean: Tensor  # [F]
+    scale: Tensor  # [F]
+
+    def apply(self, table: Tensor) -> Tensor:
+        """Standardised features, clipped to +-10: one wild value must not steer a trade."""
+        return ((table - self.mean) / self.scale).clamp_(-CLIP, CLIP)
+
+    @classmethod
+    def fit(cls, table: Tensor) -> FeatureScaler:
+        """Statistics of `table` [rows, F], in float64."""
+        wide = table.double()
+        mean, scale = wide.mean(0), wide.std(0, correction=0)
+        flat = ~(scale > 1e-12 * wide.abs().amax(0).clamp(min=1e-30))
+        scale = torch.where(flat, 1.0, scale)
+        return cls(mean.float(), scale.float())
+
+
+def feature_table(series: SeriesArrays) -> Tensor:
+    """All features of every row, static then historical then future: [N, 225] float32."""
+    static = series.static[series.series_of_row]
+    return torch.from_numpy(np.concatenate([static, series.historical, series.future], axis=1, dtype=np.float32))
+
+
+def log_returns(series: SeriesArrays) -> Tensor:
+    """Log return from row t to t + 1, [N] float64; 0 on the last complete row of a series and after it."""
+    out = np.zeros(len(series.price))
+    for first, rows in zip(series.offsets[:-1], series.history_rows, strict=True):
+        price = series.price[first : first + rows]
+        out[first : first + rows - 1] = np.diff(np.log(price))
+    return torch.from_numpy(out)
+
+
+def table_digest(series: SeriesArrays) -> str:
+    """sha256 of features and prices: row numbers mean nothing on other data."""
+    total = hashlib.sha256()
+    for array in (series.offsets, series.static, series.historical, series.future, series.price):
+        total.update(np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()
+
+
+def segments_of(rows: NDArray[np.int64]) -> Tensor:
+    """Blocks [S, 2] that have a bar to trade (two rows or more), as a tensor."""
+    return torch.from_numpy(rows[rows[:, 1] - rows[:, 0] >= 2])
+
+
+def targets_of_actions(positions: Literal["long_only", "long_short"]) -> Tensor:
+    """New position index by (held position index, action): [3, 3]; indices 0, 1, 2 are short, flat, long."""
+    sell = FLAT if positions == "long_only" else 0
+    return torch.tensor([[sell, held, 2] for held in range(3)])
+
+
+class MarketEnv:
+    """`num_envs` copies of the market on the segments, stepped together. `rows` [E] and `held` [E] are their states.
+
+    A copy at its segment's last row is truncated, not ended: it goes on flat at a random row of a random segment.
+    """
+
+    def __init__(
+        self, returns: Tensor, segments: Tensor, targets: Tensor, *, fee: float, reward_scale: float,
+        fill: Literal["close", "next"], num_envs: int,
+    ) -> None:  # fmt: skip
+        self.returns, self.segments, self.targets = returns, segments, targets
+        self.fee, self.reward_scale, self.delayed = fee, reward_scale, fill == "next"
+        lengths = (segments[:, 1] - segments[:, 0] - 1).double()
+        self.chances = lengths / lengths.sum()
+        self.ends = torch.zeros(num_envs, dtype=torch.int64)
+        self.rows = torch.zeros(num_envs, dtype=torch.int64)
+        self.held = torch.zeros(num_envs, dtype=torch.int64)
+        self._restart(torch.arange(num_envs))
+
+    def _restart(self, which: Tensor) -> None:
+        chosen = self.segments[torch.multinomial(self.chances, len(which), replacement=True)]
+        spans = (chosen[:, 1] - chosen[:, 0] - 1).double()
+        self.rows[which] = chosen[:, 0] + (torch.rand(len(which), dtype=torch.float64) * spans).long()
+        self.ends[which] = chosen[:, 1] - 1
+        self.held[which] = FLAT
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled rewards [E] float32 and truncation flags [E]; moves every copy one bar on."""
+        rewards, new = rewards_of(self, self.rows, self.held, actions)
+        self.rows += 1
+        self.held = new
+        truncated = self.rows >= self.ends
+        if bool(truncated.any()):
+            self._restart(truncated.nonzero()[:, 0])
+        return rewards, truncated
+
+
+def rewards_of(market: MarketEnv, rows: Tensor, held: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Scaled reward of the bar from `rows` on, and the new position index, elementwise."""
+    new = market.targets[held, actions]
+    earning = held if market.delayed else new
+    gain = (earning - FLAT) * market.returns[rows] - market.fee * (new - held).abs()
+    return (gain / market.reward_scale).float(), new
