@@ -75,3 +75,96 @@ def _rows_before(series: SeriesArrays, date: datetime) -> NDArray[np.int64]:
     return np.array(
         [np.searchsorted(series.timestamps[a:b], micros) for a, b in zip(firsts, ends, strict=True)], np.int64
     )
+
+
+@dataclass(frozen=True)
+class WindowBatch:
+    """S starts x K consecutive windows that share their rows: window k of start s has its last history row at
+    origins[s, k]. Rows after a series' end repeat its last one and are masked out."""
+
+    series: NDArray[np.int64]  # [S] index of the series
+    origins: NDArray[np.int64]  # [S, K] global row numbers
+    valid: NDArray[np.bool_]  # [S, K]
+    static: NDArray[np.float32]  # [S, 5]
+    historical: NDArray[np.float32]  # [S, K + T - 1, 210]
+    future: NDArray[np.float32]  # [S, K + H - 1, 10], from the row after the first origin on
+
+    @property
+    def windows(self) -> int:
+        """Number of windows that count."""
+        return int(self.valid.sum())
+
+
+class WindowDataset:
+    """Windows of `context` history rows and `horizon` target rows whose targets all lie in a block.
+
+    Context may reach back before the block, never before its series. Nothing is copied until a batch is gathered.
+    """
+
+    def __init__(self, series: SeriesArrays, rows: NDArray[np.int64], context: int, horizon: int) -> None:
+        self.series, self.context, self.horizon = series, context, horizon
+        begin = series.offsets[:-1]
+        self.first_origin = np.maximum(rows[:, 0] - 1, begin + context - 1)
+        self.counts = np.maximum(0, rows[:, 1] - horizon - self.first_origin)
+        self.ends = np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def short_series(self) -> dict[str, int]:
+        """Series without a single window here, with their complete rows."""
+        rows = self.series.history_rows
+        return {n: int(rows[i]) for i, n in enumerate(self.series.names) if self.counts[i] == 0}
+
+    def random_starts(self, count: int, windows: int, generator: np.random.Generator) -> NDArray[np.int64]:
+        """First origins [count, 2] as (series, row), uniform over windows; moved back so that `windows` fit."""
+        window = generator.integers(0, len(self), count)
+        which = np.searchsorted(self.ends, window, side="right")
+        place = window - (self.ends[which] - self.counts[which])
+        place = np.minimum(place, np.maximum(0, self.counts[which] - windows))
+        return np.stack([which, self.first_origin[which] + place], axis=1)
+
+    def sequential_starts(self, windows: int) -> NDArray[np.int64]:
+        """First origins [n, 2] that pass every window once in order, up to `windows` at a time."""
+        starts = [
+            (s, self.first_origin[s] + k)
+            for s in range(len(self.counts))
+            for k in range(0, int(self.counts[s]), windows)
+        ]
+        return np.array(starts, np.int64).reshape(-1, 2)
+
+    def batch(self, starts: NDArray[np.int64], windows: int) -> WindowBatch:
+        """The windows from each of the starts [S, 2] on."""
+        which, first = starts[:, 0], starts[:, 1]
+        last = self.first_origin[which] + self.counts[which] - 1
+        origins = first[:, None] + np.arange(windows)
+        valid = origins <= last[:, None]
+        series = self.series
+        back = first[:, None] + np.arange(1 - self.context, windows)
+        ahead = first[:, None] + np.arange(1, windows + self.horizon)
+        return WindowBatch(
+            series=which,
+            origins=np.minimum(origins, last[:, None]),
+            valid=valid,
+            static=series.static[which],
+            historical=series.historical[np.minimum(back, last[:, None])],
+            future=series.future[np.minimum(ahead, last[:, None] + self.horizon)],
+        )
+
+    def target_rows(self, batch: WindowBatch) -> NDArray[np.int64]:
+        """Global rows of the target values, [S, K, H]."""
+        return batch.origins[:, :, None] + np.arange(1, self.horizon + 1)
+
+
+def last_windows(series: SeriesArrays, context: int, horizon: int) -> WindowDataset:
+    """One window per series for prediction: from its last complete row when rows ahead follow, else from the last row
+    that still has `horizon` rows after it."""
+    ends = series.offsets[1:]
+    origin = np.minimum(series.offsets[:-1] + series.history_rows - 1, ends - horizon - 1)
+    dataset = WindowDataset(series, np.stack([origin + 1, origin + 1 + horizon], axis=1), context, horizon)
+    enough = (origin - series.offsets[:-1] + 1 >= context) & (origin >= series.offsets[:-1])
+    dataset.first_origin = origin
+    dataset.counts = enough.astype(np.int64)
+    dataset.ends = np.cumsum(dataset.counts)
+    return dataset

@@ -1,0 +1,253 @@
+"""Training of the Temporal Fusion Transformer: AdamW on the pinball loss of normalised targets, early stopping on the
+validation block, the test block for the report alone. How a run starts, stops and resumes is read from top to bottom
+in `train`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.checkpoint import CheckpointError, Snapshot, load_weights
+from models.features import FeatureContract
+from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
+from models.tft.config import TFTConfig
+from models.tft.evaluation import block_metrics, forecast_block, importance, pinball_numpy, samples
+from models.tft.loss import pinball
+from models.tft.network import TemporalFusionTransformer
+from models.tft.scaling import Floats, Scaler
+from models.windows import SeriesArrays, WindowDataset, block_rows, last_windows
+
+logger = logging.getLogger(__name__)
+
+
+def _sizes(contract: FeatureContract) -> tuple[int, int, int]:
+    groups = contract.groups()
+    return len(groups["static"]), len(groups["historical"]), len(groups["future"])
+
+
+def _copy(network: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def train_loss(
+    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, starts: NDArray[np.int64],
+    rows: NDArray[np.int64], config: TFTConfig, device: str,
+) -> Tensor:  # fmt: skip
+    """Mean pinball loss, in normalised units, of the windows from `starts` on; masked windows do not count."""
+    batch = windows.batch(starts, config.windows_per_start)
+    inputs = (t.to(device) for t in scaler.inputs(batch, rows))
+    aim = scaler.normalise(target[windows.target_rows(batch)], target[batch.origins], rows[batch.series])
+    loss = pinball(network(*inputs), torch.from_numpy(aim.astype(np.float32)).to(device), config.quantiles)
+    counted = torch.from_numpy(batch.valid).to(device)[:, :, None, None]
+    return (loss * counted).sum() / (batch.windows * config.horizon * len(config.quantiles))
+
+
+def train(
+    config: TFTConfig,
+    series: SeriesArrays,
+    *,
+    on_epoch: OnEpoch,
+    on_checkpoint: OnCheckpoint,
+    stop_requested: StopRequested = lambda: False,
+    resume: Snapshot | None = None,
+) -> TrainResult:
+    """Train on the train block, choose by the validation block, report on the test block.
+
+    Calls `on_checkpoint` after every `checkpoint_every` epochs and exactly once with `is_final`, however training ends.
+    Raises ValueError naming the series and their rows when none is long enough, KeyError for a target that is not there.
+    """
+    torch.manual_seed(config.seed)
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    target = series.target(config.target)
+    blocks = block_rows(series, config.split, series.contract.lookback_bars + config.horizon)
+    training, validation, test = (
+        WindowDataset(series, blocks[name], config.context, config.horizon) for name in ("train", "val", "test")
+    )  # fmt: skip
+    if not len(training):
+        raise ValueError(
+            f"no series is long enough for context {config.context} + horizon {config.horizon} in its train block; "
+            f"rows by series: {training.short_series}"
+        )
+    scaler = Scaler.fit(series, blocks["train"], target, config.anchor)
+    rows = scaler.rows_of(series)
+    network = TemporalFusionTransformer(config, _sizes(series.contract)).to(device)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+    )
+    if not len(validation):
+        logger.warning(
+            "no validation windows after the purge gap: no early stopping, the last epoch's weights are kept"
+        )
+
+    best, history = BestEpoch(), []
+    epoch, in_epoch, loss_sum, elapsed = 0, 0, 0.0, 0.0
+    best_weights = last_weights = _copy(network)
+    if resume is not None:
+        meta, tensors = resume.metadata, resume.tensors
+        load_weights(network, _part(tensors, "network."))
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in _part(tensors, "optimizer.").items():
+            index, _, field = name.partition(".")
+            moments.setdefault(int(index), {})[field] = value.clone()
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch.set_rng_state(tensors["rng.torch"])
+        best, history = BestEpoch(**meta["best"]), [EpochRow(**row) for row in meta["history"]]
+        epoch, in_epoch, loss_sum, elapsed = meta["epoch"], meta["in_epoch"], meta["loss_sum"], meta["elapsed"]
+        best_weights, last_weights = _part(tensors, "best."), _part(tensors, "last.")
+
+    def weights(tensors: dict[str, Tensor], which: str, stop_reason: str | None) -> Snapshot:
+        metadata: dict[str, Any] = {
+            "family": "tft", "config": config.model_dump(mode="json"), "contract": series.contract.model_dump(mode="json"),
+            "contract_fingerprint": series.contract.fingerprint, "series": list(series.names), "anchor": scaler.anchor,
+            "epoch": epoch, "best_epoch": best.epoch, "weights": which, "stop_reason": stop_reason,
+        }  # fmt: skip
+        return Snapshot({**{f"network.{k}": v for k, v in tensors.items()}, **scaler.tensors()}, metadata)
+
+    def resume_state() -> Snapshot:
+        tensors = {f"network.{k}": v for k, v in _copy(network).items()} | {"rng.torch": torch.get_rng_state()}
+        for index, values in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value).clone() for name, value in values.items()}
+        tensors |= {f"best.{k}": v for k, v in best_weights.items()} | {f"last.{k}": v for k, v in last_weights.items()}
+        metadata = {
+            "epoch": epoch, "in_epoch": in_epoch, "update": epoch * config.updates_per_epoch + in_epoch,
+            "loss_sum": loss_sum, "elapsed": elapsed, "best": asdict(best), "history": [asdict(row) for row in history],
+        }  # fmt: skip
+        return Snapshot(tensors, metadata)
+
+    stop_reason: Any = "all_epochs"
+    finished = resume is not None and best.exhausted(config.early_stopping) and in_epoch == 0
+    if finished:
+        stop_reason = "early_stopping"
+    while epoch < config.epochs and not finished:
+        started = time.perf_counter()
+        network.train()
+        # All starts of an epoch from (seed, epoch): a resumed epoch draws the same ones
+        generator = np.random.default_rng([config.seed, epoch])
+        starts = training.random_starts(
+            config.updates_per_epoch * config.batch_size, config.windows_per_start, generator
+        ).reshape(config.updates_per_epoch, config.batch_size, 2)
+        losses = torch.zeros((), dtype=torch.float64, device=device)
+        while in_epoch < config.updates_per_epoch:
+            if stop_requested():
+                stop_reason = "interrupted"
+                break
+            loss = train_loss(network, scaler, training, target, starts[in_epoch], rows, config, device)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), config.gradient_clip)
+            optimizer.step()
+            losses += loss.detach().double()
+            in_epoch += 1
+        loss_sum += float(losses)
+        elapsed += time.perf_counter() - started
+        if stop_reason == "interrupted":
+            break
+        score = _validation_score(network, scaler, validation, target, config, device) if len(validation) else None
+        if not math.isfinite(loss_sum) or (score is not None and not math.isfinite(score)):
+            logger.error("tft epoch %d: the loss is not finite; the weights of epoch %d are kept", epoch + 1, epoch)
+            stop_reason = "non_finite_loss"
+            break
+        epoch += 1
+        last_weights = _copy(network)
+        row = EpochRow(epoch, loss_sum / config.updates_per_epoch, score, elapsed)
+        history.append(row)
+        if score is not None and best.update(epoch, score, config.early_stopping):
+            best_weights = last_weights
+        in_epoch, loss_sum, elapsed = 0, 0.0, 0.0
+        on_epoch(row)
+        if epoch % config.checkpoint_every == 0:
+            on_checkpoint(epoch, False, weights(last_weights, "last", None), resume_state())
+        if score is not None and best.exhausted(config.early_stopping):
+            stop_reason = "early_stopping"
+            break
+
+    if stop_reason == "interrupted":
+        on_checkpoint(epoch, True, weights(_copy(network), "last", stop_reason), resume_state())
+        return TrainResult(epoch, stop_reason, best.epoch, "last", tuple(history), {}, {})
+    use_best = config.final_weights == "best" and best.epoch is not None and stop_reason != "non_finite_loss"
+    final = best_weights if use_best else last_weights
+    network.load_state_dict(final)
+    metrics: dict[str, Any] = {
+        "validation_score": best.score, "anchor": scaler.anchor, "short_series": training.short_series,
+        "windows": {"train": len(training), "val": len(validation), "test": len(test)},
+    }  # fmt: skip
+    report: dict[str, Any] = {}
+    for name, windows in (("val", validation), ("test", test)):
+        if len(windows):
+            found = forecast_block(network, scaler, windows, target, config, device)
+            metrics[name] = block_metrics(found, series, blocks["train"], target, config, scaler.anchor)
+            if name == "test":
+                report["samples"] = samples(found, series)
+                report["importance"] = importance(network, scaler, windows, device)
+    on_checkpoint(epoch, True, weights(final, "best" if use_best else "last", stop_reason), None)
+    return TrainResult(epoch, stop_reason, best.epoch, "best" if use_best else "last", tuple(history), metrics, report)
+
+
+def _validation_score(
+    network: TemporalFusionTransformer,
+    scaler: Scaler,
+    windows: WindowDataset,
+    target: Floats,
+    config: TFTConfig,
+    device: str,
+) -> float:
+    """Minus the mean pinball loss over all validation windows, in normalised units."""
+    found = forecast_block(network, scaler, windows, target, config, device)
+    return -float(pinball_numpy(found.normalised, found.normalised_actual, config.quantiles).mean())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One forecast of a series: when it was made, for which times, and the quantiles [H, Q] in the target's unit."""
+
+    series: str
+    origin: int  # microseconds since 1970 UTC
+    timestamps: NDArray[np.int64]  # [H]
+    quantiles: Floats
+
+
+def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
+    """One forecast per series from its last complete row with `horizon` rows ahead. Series too short are left out with a
+    warning. Raises CheckpointError when weights and config do not fit, ValueError on another contract."""
+    config = TFTConfig.model_validate(snapshot.metadata["config"])
+    trained = FeatureContract.model_validate(snapshot.metadata["contract"])
+    if trained.features != series.contract.features:
+        raise ValueError("the source has other feature columns than the model was trained on")
+    network = TemporalFusionTransformer(config, _sizes(series.contract))
+    load_weights(network, _part(snapshot.tensors, "network."))
+    network.eval()
+    scaler = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
+    windows = last_windows(series, config.context, config.horizon)
+    if windows.short_series:
+        logger.warning("too short to forecast from: %s", windows.short_series)
+    if not len(windows):
+        raise ValueError(
+            f"no series has {config.context} complete rows and {config.horizon} rows ahead: {windows.short_series}"
+        )
+    target, rows = series.target(config.target), scaler.rows_of(series)
+    starts = windows.sequential_starts(1)
+    batch = windows.batch(starts, 1)
+    with torch.no_grad():
+        normalised = network(*scaler.inputs(batch, rows)).double().numpy()
+    quantiles = scaler.restore(normalised, target[batch.origins], rows[batch.series])[:, 0]
+    if not np.isfinite(quantiles).all():
+        raise CheckpointError("the model's forecasts are not finite")
+    ahead = windows.target_rows(batch)[:, 0]
+    return [
+        Forecast(
+            series.names[s], int(series.timestamps[batch.origins[i, 0]]), series.timestamps[ahead[i]], quantiles[i]
+        )
+        for i, s in enumerate(batch.series)
+    ]
