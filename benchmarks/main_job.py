@@ -52,9 +52,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
         started = time.perf_counter()
         write_demo_features(home / "shares")
-        rows = [
-            ("demo features", time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        ]
+        rows = [("demo features", time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)]
         ingested, seconds, peak = stage(["ingest", str(home / "shares")], environment)
         rows.append(("ingest", seconds, peak))
         small = QUICK if quick else []

@@ -87,9 +87,7 @@ def save_checkpoint(folder: Path, family: str, epoch: int, is_final: bool, snaps
     name = checkpoint_name(family, epoch, is_final)
     data = checkpoint_bytes(snapshot)
     write_atomically(folder / name, data)
-    return Checkpoint(
-        name=name, epoch=epoch, is_final=is_final, sha256=hashlib.sha256(data).hexdigest(), size=len(data)
-    )
+    return Checkpoint(name=name, epoch=epoch, is_final=is_final, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
 
 
 def read_header(data: bytes) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def block_rows(series: SeriesArrays, split: Split, gap: int) -> dict[Block, NDAr
     else:
         rows = series.history_rows
         # Rounding guards against 0.7 + 0.15 = 0.8499999
-        cuts = [
-            begin + np.floor(rows * share + 1e-9).astype(np.int64) for share in (split.train, split.train + split.val)
-        ]
+        cuts = [begin + np.floor(rows * share + 1e-9).astype(np.int64) for share in (split.train, split.train + split.val)]
     val = np.stack([cuts[0] + gap, cuts[1] - gap], axis=1)
     val[:, 1] = np.maximum(val[:, 0], val[:, 1])
     return {"train": np.stack([begin, cuts[0]], axis=1), "val": val, "test": np.stack([cuts[1], end], axis=1)}
@@ -72,9 +70,7 @@ def _rows_before(series: SeriesArrays, date: datetime) -> NDArray[np.int64]:
     moment = date.astimezone(UTC) if date.tzinfo else date.replace(tzinfo=UTC)
     micros = np.int64(round(moment.timestamp() * 1e6))
     firsts, ends = series.offsets[:-1], series.offsets[:-1] + series.history_rows
-    return np.array(
-        [np.searchsorted(series.timestamps[a:b], micros) for a, b in zip(firsts, ends, strict=True)], np.int64
-    )
+    return np.array([np.searchsorted(series.timestamps[a:b], micros) for a, b in zip(firsts, ends, strict=True)], np.int64)
 
 
 @dataclass(frozen=True)
@@ -127,11 +123,7 @@ class WindowDataset:
 
     def sequential_starts(self, windows: int) -> NDArray[np.int64]:
         """First origins [n, 2] that pass every window once in order, up to `windows` at a time."""
-        starts = [
-            (s, self.first_origin[s] + k)
-            for s in range(len(self.counts))
-            for k in range(0, int(self.counts[s]), windows)
-        ]
+        starts = [(s, self.first_origin[s] + k) for s in range(len(self.counts)) for k in range(0, int(self.counts[s]), windows)]
         return np.array(starts, np.int64).reshape(-1, 2)
 
     def batch(self, starts: NDArray[np.int64], windows: int) -> WindowBatch:

@@ -47,12 +47,8 @@ RULES: tuple[Rule, ...] = (
     Rule("no -inf", "ExpectColumnValuesToBeBetween", {"column": "neginf", "max_value": 0}, "columns"),
     Rule("fits float32", "ExpectColumnValuesToBeBetween", {"column": "overflow", "max_value": 0}, "columns"),
     Rule("price above zero", "ExpectColumnValuesToBeBetween", {"column": "not_positive", "max_value": 0}, "columns"),
-    Rule(
-        "static constant per series", "ExpectColumnValuesToBeBetween", {"column": "changing", "max_value": 0}, "columns"
-    ),
-    Rule(
-        "no exact duplicates", "ExpectColumnValuesToBeBetween", {"column": "exact_duplicates", "max_value": 0}, "keys"
-    ),
+    Rule("static constant per series", "ExpectColumnValuesToBeBetween", {"column": "changing", "max_value": 0}, "columns"),
+    Rule("no exact duplicates", "ExpectColumnValuesToBeBetween", {"column": "exact_duplicates", "max_value": 0}, "keys"),
     Rule("one row per key", "ExpectColumnValuesToBeBetween", {"column": "conflicting", "max_value": 0}, "keys"),
     Rule("rising time per series", "ExpectColumnValuesToBeBetween", {"column": "disorder", "max_value": 0}, "keys"),
 )
@@ -88,9 +84,7 @@ def profile(staged: StagedFiles) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             rows = connection.sql(f"SELECT {per_series} FROM staged GROUP BY {entity}").fetchall()
             changing = {name: sum(bool(row[i]) for row in rows) for i, name in enumerate(sorted(static))}
         price = quoted[contract.price]
-        not_positive = connection.sql(f"SELECT coalesce(sum(CAST({price} <= 0 AS INT)), 0) FROM staged").fetchall()[0][
-            0
-        ]
+        not_positive = connection.sql(f"SELECT coalesce(sum(CAST({price} <= 0 AS INT)), 0) FROM staged").fetchall()[0][0]
         disorder = connection.sql(
             f"SELECT coalesce(sum(CAST(t < p AS INT)), 0) FROM (SELECT {time} t, lag({time}) OVER "
             f"(PARTITION BY {entity} ORDER BY {time}) p FROM staged)"
@@ -217,9 +211,7 @@ def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any]) -> tuple[list[
             raise ValidationEngineError(f"{len(outcome.results)} of {expected} expectations were evaluated")
         for result in outcome.results:
             info = result.exception_info or {}
-            raised = info.get("raised_exception") or any(
-                isinstance(v, dict) and v.get("raised_exception") for v in info.values()
-            )
+            raised = info.get("raised_exception") or any(isinstance(v, dict) and v.get("raised_exception") for v in info.values())
             if raised or result.success is None:
                 raise ValidationEngineError(f"{result.expectation_config.type}: {info}")
             rule_name = (result.expectation_config.meta or {}).get("rule")

@@ -151,9 +151,7 @@ def _launch(program: str, home: Path) -> None:
     environ = {**os.environ, **keys, "GOMEMLIMIT": "384MiB", "GOMAXPROCS": "2", "S3_BUCKET": BUCKET}
     with (home / "log").open("ab") as log:
         # A session of its own: Ctrl-C reaches the command that started it, which then stops it in order
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     record = {"pid": process.pid, "started": _started_at(process.pid)}
     write_atomically(home / "pid.json", json.dumps(record).encode())
 

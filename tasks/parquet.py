@@ -70,9 +70,7 @@ def list_sources(source: str | Sequence[str]) -> list[Path]:
     elif root.is_file():
         found = [root]
     else:
-        found = sorted(
-            Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file() and not _hidden(Path(p).name)
-        )
+        found = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file() and not _hidden(Path(p).name))
     if not found:
         raise DataContractError(f"{source}: no Parquet file there (names starting with '_' or '.' are skipped)")
     return found
@@ -87,9 +85,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         try:
             entry.name.encode()
         except UnicodeEncodeError as error:
-            raise DataContractError(
-                f"{folder}: the file name {os.fsencode(entry.name)!r} is not UTF-8: rename it"
-            ) from error
+            raise DataContractError(f"{folder}: the file name {os.fsencode(entry.name)!r} is not UTF-8: rename it") from error
         if _hidden(entry.name):
             continue
         if entry.is_dir():
@@ -122,9 +118,7 @@ def stage_parquet(
         read += _stage_one(path, index, schemas[path], resolved, config, target, bad, quarantine, future_rows)
         raw.append(target)
         if digest(path) != sources[path]:
-            raise DataContractError(
-                f"{path}: changed while it was read; write files under another name and rename them"
-            )
+            raise DataContractError(f"{path}: changed while it was read; write files under another name and rename them")
     connection = duckdb.connect(config={"memory_limit": config.memory_limit, "threads": config.threads})
     try:
         connection.execute("SET enable_progress_bar = false")
@@ -210,16 +204,12 @@ def _allowed(contract: FeatureContract, name: str) -> tuple[set[str], str]:
     return {"float", "double", "halffloat", "int8", "int16", "uint8", "uint16"}, "float (or double in every file)"
 
 
-def _check_columns(
-    schemas: dict[Path, pa.Schema], contract: FeatureContract
-) -> tuple[FeatureContract, tuple[str, ...]]:
+def _check_columns(schemas: dict[Path, pa.Schema], contract: FeatureContract) -> tuple[FeatureContract, tuple[str, ...]]:
     """The contract with the source's names, and the columns that it ignores. Raises DataContractError."""
     for path, schema in schemas.items():
         twice = [n for n, c in Counter(name.lower() for name in schema.names).items() if c > 1]
         if twice:
-            raise DataContractError(
-                f"{path}: columns named twice (case does not count): {', '.join(twice)}; rename one"
-            )
+            raise DataContractError(f"{path}: columns named twice (case does not count): {', '.join(twice)}; rename one")
     names = {name for path, schema in schemas.items() for name in (*schema.names, *_hive(path))}
     try:
         resolved = contract.resolve(names)
@@ -251,15 +241,11 @@ def _check_columns(
             if kind not in allowed:
                 problems.append(f"{path}: column '{name}' is {schema.field(name).type}, expected {expected}")
             elif (other := first.setdefault(name, (kind, path)))[0] != kind:
-                problems.append(
-                    f"{path}: column '{name}' is {kind}, but {other[0]} in {other[1].name}; one type per column"
-                )
+                problems.append(f"{path}: column '{name}' is {kind}, but {other[0]} in {other[1].name}; one type per column")
     if problems:
         shown = "\n  ".join(problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise DataContractError(
-            f"{len(problems)} columns do not fit the contract:\n  {shown}{more}\nwrite the files again"
-        )
+        raise DataContractError(f"{len(problems)} columns do not fit the contract:\n  {shown}{more}\nwrite the files again")
     return resolved, tuple(sorted(names - set(resolved.columns)))
 
 
@@ -302,9 +288,7 @@ def _stage_one(
             except StopIteration:
                 break
             except Exception as error:
-                raise DataContractError(
-                    f"{path}: damaged near row {row}: {error}; write it again or take it away"
-                ) from error
+                raise DataContractError(f"{path}: damaged near row {row}: {error}; write it again or take it away") from error
             size = batch.num_rows
             ahead = np.ones(size, bool)
             for name in only_ahead:
@@ -324,9 +308,7 @@ def _stage_one(
                     array = batch.column(field.name)
                 array, wrong = _canonical(array, field, path)
                 pardoned = (
-                    ahead
-                    if field.name not in (contract.entity, contract.timestamp, *contract.groups()["future"])
-                    else None
+                    ahead if field.name not in (contract.entity, contract.timestamp, *contract.groups()["future"]) else None
                 )
                 for kind, where in wrong.items():
                     if kind == "null" and pardoned is not None:
@@ -362,14 +344,10 @@ def _canonical(array: pa.Array, field: pa.Field, path: Path) -> tuple[pa.Array, 
             return array.cast(field.type), wrong
         if pa.types.is_string(field.type):
             return array.cast(field.type), wrong
-        before = (
-            array.cast(pa.float64()) if pa.types.is_decimal(array.type) or pa.types.is_integer(array.type) else array
-        )
+        before = array.cast(pa.float64()) if pa.types.is_decimal(array.type) or pa.types.is_integer(array.type) else array
         after = before.cast(field.type, safe=False)
     except pa.ArrowInvalid as error:
-        raise DataContractError(
-            f"{path}: column '{field.name}' cannot become {field.type} without loss: {error}"
-        ) from error
+        raise DataContractError(f"{path}: column '{field.name}' cannot become {field.type} without loss: {error}") from error
     values = after.fill_null(0).to_numpy(zero_copy_only=False)
     if not np.isfinite(values).all():
         source = before.fill_null(0).to_numpy(zero_copy_only=False)
@@ -448,9 +426,7 @@ def _write_sorted(
     if aside.num_rows:
         connection.register("aside", aside.select([FILE, ROW]))
         where = f"ANTI JOIN aside USING ({FILE}, {ROW})"
-    query = (
-        f"SELECT {columns} FROM {_scan(raw)} {where} ORDER BY {_quote(contract.entity)}, {_quote(contract.timestamp)}"
-    )
+    query = f"SELECT {columns} FROM {_scan(raw)} {where} ORDER BY {_quote(contract.entity)}, {_quote(contract.timestamp)}"
     reader = connection.sql(query).to_arrow_reader(65_536)
     parts: list[Path] = []
     rows = 0

@@ -187,9 +187,7 @@ def show_training(run: TrainedRun, result: TrainResult, *, seconds: float, devic
         image = f"\n## {title}\n\n![{title}]({data_uri(svg)})\n"
         if len(text) + len(image) + len(metrics) < 290_000:
             text += image
-    create_markdown_artifact(
-        text + metrics, key=f"{run.family}-training-report", description=f"Training of {run.model}"
-    )
+    create_markdown_artifact(text + metrics, key=f"{run.family}-training-report", description=f"Training of {run.model}")
 
 
 def show_validation(table: list[dict[str, Any]], dataset_name: str) -> None:

@@ -49,9 +49,7 @@ class RetrainReport(BaseModel):
     def for_people(self) -> str:
         """A few lines for a terminal."""
         files = "\n".join(f"    {name}  {f.size} bytes  sha256 {f.sha256}" for name, f in sorted(self.files.items()))
-        state = (
-            "already trained, verified" if self.already_trained else f"{self.stop_reason} after {self.epochs} epochs"
-        )
+        state = "already trained, verified" if self.already_trained else f"{self.stop_reason} after {self.epochs} epochs"
         return f"{self.model} version {self.version}: {state}; {self.promotion}\n  {self.uri}\n{files}"
 
 

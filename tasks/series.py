@@ -95,7 +95,11 @@ def _read(parts: Sequence[Path | str], contract: FeatureContract, rows: int, fut
         size = batch.num_rows
         place = slice(at, at + size)
         columns = dict(zip(contract.columns, batch.columns, strict=True))
-        values = {n: c.fill_null(0).to_numpy(zero_copy_only=False) for n, c in columns.items() if n not in (contract.entity, contract.timestamp)}
+        values = {
+            n: c.fill_null(0).to_numpy(zero_copy_only=False)
+            for n, c in columns.items()
+            if n not in (contract.entity, contract.timestamp)
+        }
         ahead[place] = columns[contract.price].is_null().to_numpy(zero_copy_only=False)
         timestamps[place] = columns[contract.timestamp].cast("int64").to_numpy()
         price[place] = values[contract.price]

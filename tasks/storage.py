@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from models.manifest import StoredFile
 
-
 KEY_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 """Part of a key between slashes: never `..`, never hidden."""
 
@@ -351,9 +350,7 @@ def _s3_client() -> Any:
             raise StoreError("AWS_ENDPOINT_URL_S3 holds a user or a password: keep credentials in the AWS chain")
         loopback = parts.hostname in {"localhost", "::1"} or (parts.hostname or "").startswith("127.")
         if parts.scheme == "http" and not loopback and os.environ.get("FORECASTLE_ALLOW_HTTP") != "1":
-            raise StoreError(
-                f"{parts.hostname}: plain http only to this machine; use https, or FORECASTLE_ALLOW_HTTP=1"
-            )
+            raise StoreError(f"{parts.hostname}: plain http only to this machine; use https, or FORECASTLE_ALLOW_HTTP=1")
     config = Config(
         retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=10, read_timeout=60,
         s3={"addressing_style": "path"} if endpoint else {},

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import models.dqn.training
-import models.tft.training
 import torch
 from prefect import get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.concurrency.sync import concurrency
 
+import models.dqn.training
+import models.tft.training
 from models.checkpoint import Snapshot, checkpoint_bytes, checkpoint_name, save_checkpoint, write_atomically
 from models.config import RunConfig
 from models.manifest import Checkpoint, Dataset, ModelConfig

@@ -30,9 +30,7 @@ TFT = TFTConfig(
     context=8, horizon=3, hidden_size=8, num_heads=2, grn_layers=1, epochs=2, updates_per_epoch=3, batch_size=4,
     windows_per_start=2, checkpoint_every=1, device="cpu",
 )  # fmt: skip
-DQN = DQNConfig(
-    hidden_sizes=(16,), epochs=2, updates_per_epoch=5, batch_size=16, num_envs=4, checkpoint_every=1, device="cpu"
-)
+DQN = DQNConfig(hidden_sizes=(16,), epochs=2, updates_per_epoch=5, batch_size=16, num_envs=4, checkpoint_every=1, device="cpu")
 CONTRACT = """entity = "symbol"
 timestamp = "ts"
 price = "close"
@@ -73,11 +71,7 @@ def source(tmp_path_factory):
 
 def artifact_keys(prefix=""):
     with get_client(sync_client=True) as client:
-        return [
-            a.key
-            for a in client.read_artifacts(artifact_filter=ArtifactFilter(), limit=200)
-            if a.key.startswith(prefix)
-        ]
+        return [a.key for a in client.read_artifacts(artifact_filter=ArtifactFilter(), limit=200) if a.key.startswith(prefix)]
 
 
 def runs_of(task_prefix):
@@ -149,9 +143,7 @@ def test_again_trains_a_new_version_with_the_same_weights(published):
     assert not second.already_trained
     old = read_manifest(open_store(store), "dqn", report.dqn.version)
     final = open_store(store).get(f"models/dqn/{second.version}/{old.final}")
-    tensors_of = [
-        d[8 + int.from_bytes(d[:8], "little") :] for d in (final, open_store(store).get(f"models/dqn/1/{old.final}"))
-    ]
+    tensors_of = [d[8 + int.from_bytes(d[:8], "little") :] for d in (final, open_store(store).get(f"models/dqn/1/{old.final}"))]
     assert tensors_of[0] == tensors_of[1], "the same data, config and seed give the same weights"
 
 
@@ -175,9 +167,7 @@ def test_non_finite_loss_is_published_but_never_promoted(published, monkeypatch)
     import models.dqn.training
 
     store, report = published
-    monkeypatch.setattr(
-        models.dqn.training, "huber_loss", lambda *a, **k: torch.tensor(float("nan"), requires_grad=True)
-    )
+    monkeypatch.setattr(models.dqn.training, "huber_loss", lambda *a, **k: torch.tensor(float("nan"), requires_grad=True))
     config = DQN.model_copy(update={"seed": 5, "promotion": "always"})
     outcome = retrain_dqn(report.ingest.dataset, store, "broken", config)
     assert (outcome.stop_reason, outcome.epochs, outcome.promoted) == ("non_finite_loss", 0, False)
@@ -197,9 +187,7 @@ def test_refused_source_exits_3_names_column_and_count_and_leaves_the_store_empt
     name = table.schema.names[column]
     values = table[name].to_pylist()
     values[3] = float("nan")
-    pq.write_table(
-        table.set_column(column, name, pa.array(values, table.schema.field(name).type)), bad / "part.parquet"
-    )
+    pq.write_table(table.set_column(column, name, pa.array(values, table.schema.field(name).type)), bad / "part.parquet")
     store = tmp_path / "store"
     with pytest.raises(SystemExit) as ended:
         main(["ingest", str(bad), "--store", store.as_uri(), "--contract", str(source / "_contract.toml"), "--json"])

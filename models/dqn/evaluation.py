@@ -26,9 +26,7 @@ class Path:
     changes: NDArray[np.int64]
 
 
-def roll_out(
-    best_action: NDArray[np.int64], returns: Floats, targets: NDArray[np.int64], fee: float, fill: str
-) -> Path:
+def roll_out(best_action: NDArray[np.int64], returns: Floats, targets: NDArray[np.int64], fee: float, fill: str) -> Path:
     """Follow the best action by (bar, held position index) [n, 3] over log returns [n], starting flat."""
     n = len(returns)
     position = np.empty(n, np.int64)
@@ -111,9 +109,7 @@ def evaluate(
         raise AssertionError(f"net return {total} above the exact optimum {best}: a bug or a leak")
     hold = float(sum(constant(r, 1, fee, fill).sum() for r in returns))
     choices = (
-        [0.0, hold]
-        if targets[FLAT, 0] == FLAT
-        else [0.0, hold, float(sum(constant(r, -1, fee, fill).sum() for r in returns))]
+        [0.0, hold] if targets[FLAT, 0] == FLAT else [0.0, hold, float(sum(constant(r, -1, fee, fill).sum() for r in returns))]
     )
     downside = float(np.sqrt(np.mean(np.minimum(net, 0.0) ** 2))) if n else 0.0
     low, high = block_bootstrap(net, seed=seed)

@@ -61,17 +61,13 @@ def reward_scale_of(returns: Tensor, train_rows: NDArray[np.int64]) -> float:
 class Learner:
     """Networks, optimizer, replay and environment of one run: what `update` moves on and a resume state holds."""
 
-    def __init__(
-        self, config: DQNConfig, table: Tensor, returns: Tensor, segments: Tensor, scale: float, device: str
-    ) -> None:
+    def __init__(self, config: DQNConfig, table: Tensor, returns: Tensor, segments: Tensor, scale: float, device: str) -> None:
         self.config, self.table, self.device = config, table, device
         self.online = PositionQNetwork(table.shape[1], config.hidden_sizes).to(device)
         self.target_network = PositionQNetwork(table.shape[1], config.hidden_sizes).to(device)
         self.target_network.load_state_dict(self.online.state_dict())
         kind = torch.optim.AdamW if config.weight_decay else torch.optim.Adam
-        self.optimizer = kind(
-            self.online.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-        )
+        self.optimizer = kind(self.online.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         self.env = MarketEnv(
             returns, segments, targets_of_actions(config.positions), fee=config.fee, reward_scale=scale, fill=config.fill,
             num_envs=config.num_envs,
@@ -306,9 +302,7 @@ def train(
             stop_reason = "early_stopping"
             break
 
-    use_best = (
-        config.final_weights == "best" and best.epoch is not None and stop_reason in {"all_epochs", "early_stopping"}
-    )
+    use_best = config.final_weights == "best" and best.epoch is not None and stop_reason in {"all_epochs", "early_stopping"}
     which = "best" if use_best else "last"
     if stop_reason == "interrupted":
         on_checkpoint(epoch, True, weights(_copy(learner.online), "last", stop_reason), resume_state())
@@ -380,7 +374,5 @@ def decide(snapshot: Snapshot, series: SeriesArrays) -> list[Decision]:
     out = []
     for name, row, q in zip(names, rows, values, strict=True):
         actions = {word: ACTIONS[int(q[i].argmax())] for i, word in enumerate(words)}
-        out.append(
-            Decision(name, int(series.timestamps[row]), actions, {w: q[i].tolist() for i, w in enumerate(words)})
-        )
+        out.append(Decision(name, int(series.timestamps[row]), actions, {w: q[i].tolist() for i, w in enumerate(words)}))
     return out

@@ -105,9 +105,7 @@ def block_metrics(
         "naive_pinball": float(naive.mean()),
         "skill_vs_naive": _skill(float(loss.mean()), float(naive.mean())),
         "q_risk": {f"p{q * 100:g}": float(2 * loss[..., i].sum() / size) for i, q in enumerate(config.quantiles)},
-        "coverage": float(
-            ((found.actual >= found.quantiles[..., 0]) & (found.actual <= found.quantiles[..., -1])).mean()
-        ),
+        "coverage": float(((found.actual >= found.quantiles[..., 0]) & (found.actual <= found.quantiles[..., -1])).mean()),
         "crossings": int((np.diff(found.quantiles, axis=-1) < 0).sum()),
         "mae_by_step": [float(x) for x in np.abs(found.actual - found.quantiles[..., middle]).mean(0)],
         "by_series": by_series,

@@ -135,9 +135,7 @@ class VariableSelection(nn.Module):
         gated = self.joint_gate(self.joint_second(functional.elu(hidden)))
         return torch.softmax(self.joint_norm(skip + gated), dim=-1)
 
-    def forward(
-        self, x_RV: Tensor, context_RD: Tensor | None, recompute: Recompute, name: str
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_RV: Tensor, context_RD: Tensor | None, recompute: Recompute, name: str) -> tuple[Tensor, Tensor]:
         """Selected features [R, D] of scalar inputs [R, V], and the selection weights [R, V]."""
         weights_RV = self.selection(x_RV, context_RD)
         folded_weight = torch.bmm(self.embed_weight.unsqueeze(1), self.first_weight).squeeze(1)

@@ -98,15 +98,11 @@ class TemporalFusionTransformer(nn.Module):
             flat = recompute(f"{name} encoder", encoder, flat)
             return flat.view(S, R, -1), weights.view(S, R, -1)
 
-        history_SRD, history_weights = rows(
-            self.historical_selection, self.historical_encoder, historical_SRV, "historical"
-        )
+        history_SRD, history_weights = rows(self.historical_selection, self.historical_encoder, historical_SRV, "historical")
         future_SRD, future_weights = rows(self.future_selection, self.future_encoder, future_SRV, "future")
         history_BTD = history_SRD.unfold(1, T, 1).transpose(2, 3).reshape(S * K, T, -1)
         future_BHD = future_SRD.unfold(1, H, 1).transpose(2, 3).reshape(S * K, H, -1)
-        hidden_BD, cell_BD, enriching_BD = (
-            contexts[name].repeat_interleave(K, 0) for name in ("hidden", "cell", "enrichment")
-        )
+        hidden_BD, cell_BD, enriching_BD = (contexts[name].repeat_interleave(K, 0) for name in ("hidden", "cell", "enrichment"))
         recurrent_BJD = recompute("lstm", self._recur, history_BTD, future_BHD, hidden_BD, cell_BD)
         temporal_BJD = self.lstm_skip(recurrent_BJD, torch.cat([history_BTD, future_BHD], 1))
         kept: list[Tensor] = []

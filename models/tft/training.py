@@ -83,13 +83,9 @@ def train(
     scaler = Scaler.fit(series, blocks["train"], target, config.anchor)
     rows = scaler.rows_of(series)
     network = TemporalFusionTransformer(config, _sizes(series.contract)).to(device)
-    optimizer = torch.optim.AdamW(
-        network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
     if not len(validation):
-        logger.warning(
-            "no validation windows after the purge gap: no early stopping, the last epoch's weights are kept"
-        )
+        logger.warning("no validation windows after the purge gap: no early stopping, the last epoch's weights are kept")
 
     best, history = BestEpoch(), []
     epoch, in_epoch, loss_sum, elapsed = 0, 0, 0.0, 0.0
@@ -233,9 +229,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     if windows.short_series:
         logger.warning("too short to forecast from: %s", windows.short_series)
     if not len(windows):
-        raise ValueError(
-            f"no series has {config.context} complete rows and {config.horizon} rows ahead: {windows.short_series}"
-        )
+        raise ValueError(f"no series has {config.context} complete rows and {config.horizon} rows ahead: {windows.short_series}")
     target, rows = series.target(config.target), scaler.rows_of(series)
     starts = windows.sequential_starts(1)
     batch = windows.batch(starts, 1)
@@ -246,8 +240,6 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
         raise CheckpointError("the model's forecasts are not finite")
     ahead = windows.target_rows(batch)[:, 0]
     return [
-        Forecast(
-            series.names[s], int(series.timestamps[batch.origins[i, 0]]), series.timestamps[ahead[i]], quantiles[i]
-        )
+        Forecast(series.names[s], int(series.timestamps[batch.origins[i, 0]]), series.timestamps[ahead[i]], quantiles[i])
         for i, s in enumerate(batch.series)
     ]

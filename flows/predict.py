@@ -1,0 +1,44 @@
+"""Predict: new rows in, forecasts or actions out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.events import emit_event
+from pydantic import BaseModel, ConfigDict
+
+from tasks import default_store
+from tasks.prediction import predict_rows
+from tasks.storage import open_store
+
+
+class PredictReport(BaseModel):
+    """Which version made how many rows, and where they are."""
+
+    model_config = ConfigDict(frozen=True)
+    model: str
+    version: int
+    rows: int
+    out: str
+
+
+@flow(name="predict", flow_run_name="predict[{model}]")
+def predict(model: str, source: str, out: str, store: str | None = None, version: int | None = None) -> PredictReport:
+    """Forecast, or decide, with a published model and write the rows to a Parquet file.
+
+    Args:
+        model: Name of the model, such as tft or dqn.
+        source: Folder, file or glob of Parquet files with the model's contract.
+        out: Parquet file to write.
+        store: file:// or s3:// prefix; none takes FORECASTLE_STORE, else this machine's own store.
+        version: Version to use; none is the champion.
+    """
+    opened = open_store(default_store(store))
+    manifest, rows = predict_rows(opened, model, version, source, Path(out))
+    emit_event(
+        "predictions.landed",
+        resource={"prefect.resource.id": f"model.{model}"},
+        payload={"model": model, "version": manifest.version, "rows": rows, "out": out},
+    )
+    return PredictReport(model=model, version=manifest.version, rows=rows, out=out)
