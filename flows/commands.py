@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from flows.ingest import ingest
@@ -71,18 +69,17 @@ def run(
         dqn: How the trading agent learns.
         ingesting: How to ingest.
     """
-    with local_storage(store) as uri, contextlib.ExitStack() as stack:
+    with local_storage(store) as uri:
         if source is None:
             from tasks.demo_features import write_demo_features
 
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="demo-shares-")))
+            folder = forecastle_home() / "demo-shares"
             say("making features from real daily share prices (PyPI package bokeh-sampledata)")
             write_demo_features(folder)
             source = str(folder)
         report = pipeline(source, uri, contract, tft, dqn, ingesting)
         for model in (report.tft, report.dqn):
             verify(open_store(uri), model.model, model.version)
-            say(model.for_people())
     say(f"\npublished under {uri} and verified byte by byte")
     if uri.startswith("s3://") and not store and local_s3.known(forecastle_home() / "s3"):
         say('the store again, with its environment:  eval "$(forecastle storage start)"')

@@ -20,16 +20,15 @@ from tasks.parquet import stage_parquet, write_dataset
 from tasks.report import show_validation
 from tasks.storage import StoreError, open_store
 
-stage = task(stage_parquet, name="stage-parquet", cache_policy=NO_CACHE)
-validate = task(validate_features, name="validate-features", cache_policy=NO_CACHE)
+stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
+validate = task(name="validate-features", cache_policy=NO_CACHE)(validate_features)
 write = task(
-    write_dataset,
     name="write-dataset",
     cache_policy=NO_CACHE,
     retries=3,
     retry_delay_seconds=[1, 5, 15],
     retry_condition_fn=lambda task, run, state: isinstance(state.result(raise_on_failure=False), StoreError),
-)
+)(write_dataset)
 
 
 class IngestReport(BaseModel):

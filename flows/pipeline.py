@@ -22,6 +22,11 @@ class PipelineReport(BaseModel):
     tft: RetrainReport
     dqn: RetrainReport
 
+    def for_people(self) -> str:
+        """What was ingested and published, for a terminal."""
+        data = f"dataset {self.ingest.fingerprint[:12]}: {self.ingest.rows} rows, {len(self.ingest.series)} series"
+        return "\n".join((data, self.tft.for_people(), self.dqn.for_people()))
+
 
 @flow(name="pipeline", flow_run_name="pipeline[{source}]")
 def pipeline(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from prefect import flow
 
 from models.dqn.config import DQNConfig
-from tasks.retraining import RetrainReport, retrain
+from tasks.retraining import RetrainReport, retrain, run_name
 from tasks.training import train_dqn
 
 
-@flow(name="retrain-dqn", flow_run_name="retrain-dqn[{dataset}]")
+@flow(name="retrain-dqn", flow_run_name=run_name)
 def retrain_dqn(
     dataset: str, store: str | None = None, name: str = "dqn", config: DQNConfig = DQNConfig(), again: bool = False
 ) -> RetrainReport:

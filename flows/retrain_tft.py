@@ -5,11 +5,11 @@ from __future__ import annotations
 from prefect import flow
 
 from models.tft.config import TFTConfig
-from tasks.retraining import RetrainReport, retrain
+from tasks.retraining import RetrainReport, retrain, run_name
 from tasks.training import train_tft
 
 
-@flow(name="retrain-tft", flow_run_name="retrain-tft[{dataset}]")
+@flow(name="retrain-tft", flow_run_name=run_name)
 def retrain_tft(
     dataset: str, store: str | None = None, name: str = "tft", config: TFTConfig = TFTConfig(), again: bool = False
 ) -> RetrainReport:

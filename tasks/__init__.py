@@ -38,7 +38,8 @@ def set_prefect_defaults() -> None:
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     }
     if "PREFECT_API_URL" not in os.environ and not _user_profile_has_api():
-        defaults["PREFECT_HOME"] = str(forecastle_home() / "prefect")
+        defaults["PREFECT_HOME"] = os.environ.get("PREFECT_HOME") or str(forecastle_home() / "prefect")
+        Path(defaults["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes one level only, and warns
         defaults["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -163,10 +163,8 @@ def claim_run(
         claim._stopped.set()
         thread.join()
         if claim.manifest is None:  # failed or interrupted: the next one need not wait for the beat to go stale
-            try:
+            with suppress(StoreError):
                 claim._update(state="released")
-            except StoreError:
-                pass
 
 
 def _acquire(claim: RunClaim, stale: float, poll: float, on_wait: Callable[[str], None]) -> None:
@@ -175,7 +173,7 @@ def _acquire(claim: RunClaim, stale: float, poll: float, on_wait: Callable[[str]
     since = time.monotonic()
     while True:
         found = store.read_for_swap(claim._object)
-        record = json.loads(found[0]) if found else {"version": None, "beat": 0, "state": "released"}
+        record: dict[str, Any] = json.loads(found[0]) if found else {"version": None, "beat": 0, "state": "released"}
         if record["state"] == "published":
             claim.manifest = read_manifest(store, claim.model, record["version"])
             return
@@ -354,7 +352,8 @@ def promote(store: ObjectStore, model: str, number: int, *, rule: str, why: str)
     sha256 = digest(store.get(f"models/{model}/{number}/manifest.json")).sha256
     for _ in range(100):
         found = _champion(store, model)
-        record, etag = found if found else ({"version": None, "sequence": 0}, None)
+        record: dict[str, Any] = found[0] if found else {"version": None, "sequence": 0}
+        etag = found[1] if found else None
         if record["version"] == number:
             return False
         sequence = int(record["sequence"]) + 1

@@ -6,6 +6,7 @@ Great Expectations checks aggregates here, computed by DuckDB and NumPy, not row
 from __future__ import annotations
 
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,12 +184,14 @@ def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any]) -> tuple[list[
 
     os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
     import great_expectations as gx
-    import great_expectations.expectations as gxe
     import pandas as pd
+
+    gxe: Any = import_module("great_expectations.expectations")
 
     root = Path(tempfile.mkdtemp(prefix="data-docs-"))
     context = gx.get_context(mode="file", project_root_dir=root)
-    context.variables.progress_bars = {"globally": False}
+    bars: Any = {"globally": False}
+    context.variables.progress_bars = bars
     source = context.data_sources.add_pandas("profile")
     frames = {"columns": pd.DataFrame(table), "keys": pd.DataFrame([{**keys, "feature": "keys"}])}
     results: list[tuple[bool, list[str]]] = [(False, [])] * len(RULES)
@@ -209,7 +212,8 @@ def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any]) -> tuple[list[
         expected = len(frames[name].columns) + sum(rule.columns_of == name for rule in RULES)
         if len(outcome.results) != expected:
             raise ValidationEngineError(f"{len(outcome.results)} of {expected} expectations were evaluated")
-        for result in outcome.results:
+        results_of: Any = outcome.results
+        for result in results_of:
             info = result.exception_info or {}
             raised = info.get("raised_exception") or any(isinstance(v, dict) and v.get("raised_exception") for v in info.values())
             if raised or result.success is None:

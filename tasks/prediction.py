@@ -14,7 +14,9 @@ import models.dqn.training
 import models.tft.training
 from models.checkpoint import Snapshot, load_checkpoint, write_atomically
 from models.config import IngestConfig
-from models.manifest import DQNConfig, ModelManifest, TFTConfig
+from models.dqn.config import DQNConfig
+from models.manifest import ModelManifest
+from models.tft.config import TFTConfig
 from models.windows import SeriesArrays
 from tasks.artifacts import fetch_file, read_manifest
 from tasks.expectations import validate_features

@@ -29,7 +29,7 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    style = {
+    style: Any = {
         "svg.hashsalt": "forecastle", "font.size": 8, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK,
         "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
         "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",

@@ -53,6 +53,14 @@ class RetrainReport(BaseModel):
         return f"{self.model} version {self.version}: {state}; {self.promotion}\n  {self.uri}\n{files}"
 
 
+def run_name() -> str:
+    """`retrain-tft[fae29117]`: the flow and the start of the dataset's fingerprint."""
+    from prefect.runtime import flow_run
+
+    uri = str((flow_run.parameters or {}).get("dataset", ""))
+    return f"{flow_run.flow_name}[{uri.rpartition('/dataset.json')[0].rpartition('/')[2][:8] or uri}]"
+
+
 def _is_store_error(task: Any, run: Any, state: Any) -> bool:
     return isinstance(state.result(raise_on_failure=False), StoreError)
 

@@ -3,6 +3,7 @@ Windows over them are cut in models/windows.py. Uses pyarrow."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -117,7 +118,8 @@ def _read(parts: Sequence[Path | str], contract: FeatureContract, rows: int, fut
     if at != rows:
         raise ArtifactIntegrityError(f"the parts hold {at} rows, expected {rows}")
     bounds = np.array([*offsets, rows], np.int64)
-    history = np.array([_history(names[s], ahead[a:b], future_rows) for s, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))], np.int64)  # fmt: skip
+    spans = zip(names, itertools.pairwise(bounds.tolist()), strict=True)
+    history = np.array([_history(name, ahead[a:b], future_rows) for name, (a, b) in spans], np.int64)
     return SeriesArrays(
         contract=contract, names=tuple(names), offsets=bounds, history_rows=history, timestamps=timestamps, price=price,
         targets=targets, static=np.array(static, np.float32).reshape(len(names), -1), historical=historical, future=future,

@@ -118,7 +118,7 @@ class _EpochLog:
     def __init__(self, family: str, epochs: int) -> None:
         self.logger = get_run_logger()
         self.family, self.epochs = family, epochs
-        self.artifact = create_progress_artifact(0.0, key=f"{family}-progress", description=f"{family} epochs")
+        self.artifact: Any = create_progress_artifact(0.0, key=f"{family}-progress", description=f"{family} epochs")
         self.bar: Any = None
         if sys.stderr.isatty():
             from rich.console import Console

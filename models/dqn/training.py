@@ -95,7 +95,7 @@ class Learner:
             group["lr"] = learning_rate_at(self.updates, config)
         loss = self._full_loss() if config.backup == "full" else self._sampled_loss()
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.online.parameters(), config.gradient_clip)
         self.optimizer.step()
         self.updates += 1

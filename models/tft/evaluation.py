@@ -3,6 +3,8 @@ what it looked at. Nothing here trains."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,25 +14,35 @@ from numpy.typing import NDArray
 from models.tft.config import TFTConfig
 from models.tft.network import TemporalFusionTransformer
 from models.tft.scaling import Floats, Scaler
-from models.windows import SeriesArrays, WindowDataset
+from models.windows import SeriesArrays, WindowBatch, WindowDataset
 
 RUN_WINDOWS = 512
 """Consecutive windows per pass: each row passes the variable selection once per 512 windows."""
 
 
+@dataclass(frozen=True)
 class Forecasts:
     """Quantiles of all windows of a block [n, H, Q] and actual values [n, H], in the target's own unit and normalised."""
 
-    def __init__(self, quantiles: Floats, actual: Floats, normalised: Floats, normalised_actual: Floats, series: NDArray[np.int64], origins: NDArray[np.int64]) -> None:  # fmt: skip
-        self.quantiles, self.actual = quantiles, actual
-        self.normalised, self.normalised_actual = normalised, normalised_actual
-        self.series, self.origins = series, origins
+    quantiles: Floats
+    actual: Floats
+    normalised: Floats
+    normalised_actual: Floats
+    series: NDArray[np.int64]  # [n] index of the series
+    origins: NDArray[np.int64]  # [n] row of the last known bar
 
 
 def pinball_numpy(quantiles: Floats, actual: Floats, levels: tuple[float, ...]) -> Floats:
     """Pinball loss of every element: [..., Q]."""
     error = actual[..., None] - quantiles
     return np.maximum(np.array(levels) * error, (np.array(levels) - 1) * error)
+
+
+def _runs(windows: WindowDataset) -> Iterator[WindowBatch]:
+    """Every window of the block once, in runs of consecutive windows of one series."""
+    for start in windows.sequential_starts(RUN_WINDOWS):
+        left = int(windows.counts[start[0]] - (start[1] - windows.first_origin[start[0]]))
+        yield windows.batch(start[None], min(RUN_WINDOWS, left))
 
 
 def forecast_block(
@@ -48,9 +60,8 @@ def forecast_block(
     network.eval()
     try:
         with torch.no_grad():
-            for start in windows.sequential_starts(RUN_WINDOWS):
-                count = int(min(RUN_WINDOWS, windows.ends[start[0]] - (windows.ends[start[0]] - windows.counts[start[0]]) - (start[1] - windows.first_origin[start[0]])))  # fmt: skip
-                batch = windows.batch(start[None], count)
+            for batch in _runs(windows):
+                count = batch.windows
                 inputs = (t.to(device) for t in scaler.inputs(batch, rows))
                 normalised = network(*inputs).double().cpu().numpy()
                 which = rows[batch.series]
@@ -66,7 +77,7 @@ def forecast_block(
     return Forecasts(*(np.concatenate(part) for part in out))
 
 
-def _naive(series: SeriesArrays, train: NDArray[np.int64], target: Floats, found: Forecasts, config: TFTConfig, anchor: str) -> Floats:  # fmt: skip
+def _naive(train: NDArray[np.int64], target: Floats, found: Forecasts, config: TFTConfig, anchor: str) -> Floats:
     """Last value plus the train quantiles of h-step changes, by series (changes in log for a ratio anchor): [n, H, Q]."""
     out = np.empty_like(found.quantiles)
     values = np.log(target) if anchor == "ratio" else target
@@ -90,7 +101,7 @@ def block_metrics(
 ) -> dict[str, Any]:
     """Total pinball, q-risk (2 sum pinball / sum |y|), coverage and MAE per step, beside the naive forecast's."""
     loss = pinball_numpy(found.quantiles, found.actual, config.quantiles)
-    naive = pinball_numpy(_naive(series, train, target, found, config, anchor), found.actual, config.quantiles)
+    naive = pinball_numpy(_naive(train, target, found, config, anchor), found.actual, config.quantiles)
     size = max(float(np.abs(found.actual).sum()), 1e-300)
     middle = int(np.argmin(np.abs(np.array(config.quantiles) - 0.5)))
     by_series = {}
@@ -126,9 +137,7 @@ def importance(
     totals = {group: np.zeros(len(names)) for group, names in groups.items()}
     seen = dict.fromkeys(groups, 0)
     network.eval()
-    for start in windows.sequential_starts(RUN_WINDOWS):
-        left = int(windows.counts[start[0]] - (start[1] - windows.first_origin[start[0]]))
-        batch = windows.batch(start[None], min(RUN_WINDOWS, left))
+    for batch in _runs(windows):
         found = network.interpret(*(t.to(device) for t in scaler.inputs(batch, rows)))
         for group, weights in zip(groups, (found.static, found.historical, found.future), strict=True):
             flat = weights.reshape(-1, weights.shape[-1]).double().cpu().numpy()
@@ -142,7 +151,7 @@ def importance(
 
 def samples(found: Forecasts, series: SeriesArrays, count: int = 4) -> list[dict[str, Any]]:
     """A few windows spread over the block, for fan charts."""
-    chosen = np.unique(np.linspace(0, len(found.actual) - 1, count).astype(int)) if len(found.actual) else []
+    chosen: list[int] = np.unique(np.linspace(0, len(found.actual) - 1, count).astype(int)).tolist()
     return [
         {
             "series": series.names[found.series[i]],

@@ -24,7 +24,7 @@ class Recompute:
     """
 
     def __init__(self, setting: str | float) -> None:
-        self.share = {"none": 0.0, "full": 1.0}.get(setting, setting) if isinstance(setting, str) else setting  # type: ignore[arg-type]
+        self.share = {"none": 0.0, "full": 1.0}[setting] if isinstance(setting, str) else float(setting)
         self.calls: Counter[str] = Counter()
 
     def __call__(self, name: str, region: Callable[..., Tensor], *inputs: Tensor, chosen: bool = True) -> Tensor:
@@ -35,7 +35,7 @@ class Recompute:
             return region(*again)
 
         if self.share > 0 and chosen and torch.is_grad_enabled():
-            return checkpoint(counted, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(counted, *inputs, use_reentrant=False)
         return counted(*inputs)
 
 
@@ -145,8 +145,8 @@ class VariableSelection(nn.Module):
             folded_weight, folded_bias, self.second_weight, self.second_bias, self.gate_weight, self.gate_bias,
             self.embed_weight, self.embed_bias, self.norm_weight, self.norm_bias,
         )  # fmt: skip
-        pieces = [t.split(VSN_CHUNK) for t in stacked]
-        x_VR, weights_VR = x_RV.t().contiguous().split(VSN_CHUNK), weights_RV.t().contiguous().split(VSN_CHUNK)
+        pieces = [torch.split(t, VSN_CHUNK) for t in stacked]
+        x_VR, weights_VR = (torch.split(t.t().contiguous(), VSN_CHUNK) for t in (x_RV, weights_RV))
         chosen = round(recompute.share * len(x_VR))
         total: Tensor | None = None
         for i, (x_CR, w_CR) in enumerate(zip(x_VR, weights_VR, strict=True)):

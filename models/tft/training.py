@@ -141,7 +141,7 @@ def train(
                 break
             loss = train_loss(network, scaler, training, target, starts[in_epoch], rows, config, device)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(network.parameters(), config.gradient_clip)
             optimizer.step()
             losses += loss.detach().double()
