@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
-# One image for workers and commands. CPU: docker build . ; CUDA: docker build --build-arg TORCH_INDEX= .
-# (the plain index carries the CUDA build of the same pin).
+# One image for workers and commands. The package index's own torch build (CUDA on Linux x86-64) is the default; for a
+# small CPU image name an index of CPU builds: docker build --build-arg TORCH_INDEX=<address> .
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /app
 RUN python -m venv /venv

@@ -43,7 +43,7 @@ bench: venv ## seconds and memory of each stage of the main job
 	@$(BIN)/python -m benchmarks.main_job
 
 lock: ## renew requirements.lock from what .venv holds
-	@{ sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | grep -viE '^(nvidia|triton)' ; } > .lock.new
+	@{ sed -n '/^#/p' requirements.lock; $(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' | grep -viE '^(nvidia|triton|pip==|wheel==)' ; } > .lock.new
 	mv .lock.new requirements.lock
 
 clean: ## remove .venv and caches; .forecastle (runs, models, keys) stays

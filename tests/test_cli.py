@@ -44,7 +44,7 @@ def test_gradient_checkpointing_flag_and_config_file_reach_the_config(tmp_path):
 
 
 def test_config_file_that_is_no_toml_is_wrong_usage(tmp_path):
-    with pytest.raises(UsageError, match="nothing.toml"):
+    with pytest.raises(UsageError, match=r"nothing\.toml"):
         _expand(["train", "tft", "--config", str(tmp_path / "nothing.toml")])
 
 

@@ -1,0 +1,53 @@
+"""Fixtures shared by the tests: homes of their own, one thread, a real S3 server started once."""
+
+import os
+import tempfile
+
+# Before any import of Prefect: tests never touch the user's or the project's own runs
+os.environ["FORECASTLE_HOME"] = tempfile.mkdtemp(prefix="forecastle-tests-")
+os.environ.pop("PREFECT_API_URL", None)
+for name in [n for n in os.environ if n.startswith("AWS_") and n != "AWS_CA_BUNDLE"]:
+    del os.environ[name]
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import tasks  # noqa: F401
+from tasks import local_s3
+from tasks.storage import LocalStore, S3Store, open_store
+
+torch.set_num_threads(1)
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(os.environ["FORECASTLE_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory):
+    """A real SeaweedFS on loopback; its environment. Failing to start is a failure, never a skip."""
+    home = tmp_path_factory.mktemp("s3")
+    local_s3.start(home)
+    yield local_s3.environment(home)
+    local_s3.stop(home)
+    assert not local_s3.running(home)
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request, tmp_path):
+    """An empty store of each kind."""
+    if request.param == "file":
+        return LocalStore(tmp_path / "store")
+    environment = request.getfixturevalue("s3_server")
+    request.getfixturevalue("monkeypatch").setattr(os, "environ", {**os.environ, **environment})
+    found = open_store(f"s3://models/{tmp_path.name.replace('[', '-').replace(']', '')}-{os.urandom(4).hex()}")
+    assert isinstance(found, S3Store)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path

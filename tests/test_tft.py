@@ -1,0 +1,337 @@
+"""The TFT: exact algebra, true recomputation, no look-ahead. Every property is shown to catch a planted fault."""
+
+import contextlib
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from synthetic import series_arrays
+from torch.nn import functional
+
+import models.tft.layers as layers
+from models.config import Split
+from models.tft.config import TFTConfig
+from models.tft.evaluation import forecast_block
+from models.tft.layers import Recompute, VariableSelection
+from models.tft.loss import pinball
+from models.tft.network import TemporalFusionTransformer
+from models.tft.scaling import Scaler
+from models.windows import WindowDataset, block_rows
+
+SIZES = (3, 20, 4)
+
+
+def config(**change):
+    plain = {"context": 12, "horizon": 4, "hidden_size": 8, "num_heads": 2, "grn_layers": 2, "dropout": 0.3, "device": "cpu"}
+    return TFTConfig(**{**plain, "windows_per_start": 3, **change})
+
+
+def inputs(c, starts=4, windows=3, seed=1, dtype=torch.float32):
+    torch.manual_seed(seed)
+    T, H = c.context, c.horizon
+    shapes = ((starts, SIZES[0]), (starts, windows + T - 1, SIZES[1]), (starts, windows + H - 1, SIZES[2]))
+    return [torch.randn(s, dtype=dtype) for s in shapes], torch.randn(starts, windows, H, dtype=dtype)
+
+
+def network(c, seed=0):
+    torch.manual_seed(seed)
+    return TemporalFusionTransformer(c, SIZES)
+
+
+# --- the textbook form as an oracle --------------------------------------------------------------------------------
+
+
+def textbook_selection(vsn, x_RV, context_RD):
+    """Variable selection as in the paper: a loop of per-variable GRNs over embeddings that are made in full."""
+    V, _ = vsn.embed_weight.shape
+    embedded = [x_RV[:, v : v + 1] * vsn.embed_weight[v] + vsn.embed_bias[v] for v in range(V)]
+    joint = torch.cat(embedded, 1)
+    hidden = joint @ vsn.joint_first_weight.flatten(0, 1) + vsn.joint_first_bias
+    if vsn.joint_context is not None:
+        hidden = hidden + vsn.joint_context(context_RD)
+    gated = functional.glu(vsn.joint_gate.linear(vsn.joint_second(functional.elu(hidden))))
+    skip = joint @ vsn.joint_skip_weight.flatten(0, 1) + vsn.joint_skip_bias
+    weights = torch.softmax(vsn.joint_norm(skip + gated), -1)
+    out = 0.0
+    for v in range(V):
+        hidden = functional.elu(embedded[v] @ vsn.first_weight[v] + vsn.first_bias[v])
+        hidden = hidden @ vsn.second_weight[v] + vsn.second_bias[v]
+        gated = functional.glu(hidden @ vsn.gate_weight[v] + vsn.gate_bias[v])
+        normed = functional.layer_norm(embedded[v] + gated, gated.shape[-1:], vsn.norm_weight[v], vsn.norm_bias[v])
+        out = out + weights[:, v : v + 1] * normed
+    return out, weights
+
+
+@pytest.mark.parametrize("variables", [1, 15, 40])
+def test_folded_chunked_selection_equals_the_textbook_loop(variables):
+    torch.manual_seed(0)
+    vsn = VariableSelection(variables, 8, 0.0, context=True).double()
+    x, context = torch.randn(30, variables, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
+    ours, weights = vsn(x, context, Recompute("none"), "historical")
+    theirs, expected = textbook_selection(vsn, x, context)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+    aim = torch.randn_like(ours)
+    gradients = torch.autograd.grad((ours * aim).sum(), list(vsn.parameters()))
+    for found, wanted in zip(gradients, torch.autograd.grad((theirs * aim).sum(), list(vsn.parameters())), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_windows_that_share_rows_equal_the_same_windows_fed_apart():
+    c = config(dropout=0.0)
+    net = network(c).double()
+    (static, history, future), _ = inputs(c, dtype=torch.float64)
+    shared = net(static, history, future)
+    for k in range(3):
+        apart = net(static, history[:, k : k + c.context], future[:, k : k + c.horizon])
+        torch.testing.assert_close(shared[:, k : k + 1], apart, rtol=1e-12, atol=1e-12)
+
+
+# --- gradient checkpointing ----------------------------------------------------------------------------------------
+
+
+def three_steps(gradient_checkpointing, dropout=0.3):
+    """Losses, gradients of every step, RNG state at the end, and how often every region ran in the last step."""
+    c = config(gradient_checkpointing=gradient_checkpointing, dropout=dropout)
+    net = network(c)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    x, target = inputs(c)
+    torch.manual_seed(7)
+    losses, gradients = [], []
+    for _ in range(3):
+        net.recompute.calls.clear()
+        loss = pinball(net(*x), target, c.quantiles).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
+        losses.append(loss.detach())
+        optimizer.step()
+    return losses, gradients, torch.get_rng_state(), dict(net.recompute.calls)
+
+
+def assert_equal_runs(plain, other):
+    for a, b in zip(plain[0], other[0], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(plain[1], other[1], strict=True):
+        for name in a:
+            assert a[name] is not None and b[name] is not None, name
+            assert torch.equal(a[name], b[name]), name
+    assert torch.equal(plain[2], other[2])
+
+
+def assert_ran_twice(plain, other):
+    for region, count in plain[3].items():
+        assert other[3][region] == 2 * count, region
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradient_checkpointing_leaves_gradients_equal(dropout):
+    plain, full = three_steps("none", dropout), three_steps("full", dropout)
+    assert_equal_runs(plain, full)
+    assert_ran_twice(plain, full)
+    assert {"historical vsn", "static encoder", "historical encoder", "future encoder", "lstm", "attention"} <= set(full[3])
+
+
+def test_share_of_chunks_is_recomputed_with_equal_gradients():
+    plain, half = three_steps("none"), three_steps(0.5)
+    assert_equal_runs(plain, half)
+    assert plain[3]["historical vsn"] < half[3]["historical vsn"] < 2 * plain[3]["historical vsn"] + 1
+
+
+def test_planted_detach_is_caught(monkeypatch):
+    monkeypatch.setattr(layers, "checkpoint", lambda region, *x, use_reentrant: region(*(t.detach() for t in x)))
+    with pytest.raises(AssertionError):
+        assert_equal_runs(three_steps("none"), three_steps("full"))
+
+
+def test_planted_ignored_flag_is_caught(monkeypatch):
+    plain = three_steps("none")
+    monkeypatch.setattr(layers, "checkpoint", lambda region, *x, use_reentrant: region(*x))
+    with pytest.raises(AssertionError):
+        assert_ran_twice(plain, three_steps("full"))
+
+
+def test_planted_private_mask_generator_is_caught(monkeypatch):
+    private = torch.Generator().manual_seed(3)
+
+    def masked(x, p, training):
+        return x * (torch.rand(x.shape, generator=private) >= p) / (1 - p) if training and p else x
+
+    monkeypatch.setattr(layers, "dropout", masked)
+    plain = three_steps("none")
+    private.manual_seed(3)
+    with pytest.raises(AssertionError):
+        assert_equal_runs(plain, three_steps("full"))
+
+
+def test_every_parameter_gets_a_finite_gradient_that_is_somewhere_not_zero():
+    c = config(gradient_checkpointing="full")
+    net = network(c)
+    x, target = inputs(c)
+    pinball(net(*x), target, c.quantiles).mean().backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_dropout_keeps_the_mean_and_the_share():
+    torch.manual_seed(0)
+    x = torch.ones(200_000)
+    out = layers.dropout(x, 0.25, True)
+    assert abs(float((out == 0).float().mean()) - 0.25) < 0.005
+    assert abs(float(out.mean()) - 1) < 0.01
+    assert layers.dropout(x, 0.25, False) is x
+
+
+def test_quantiles_never_cross_and_follow_static_features():
+    c = config(quantiles=(0.05, 0.25, 0.5, 0.75, 0.95))
+    net = network(c).eval()
+    (static, history, future), _ = inputs(c)
+    out = net(static * 30, history * 30, future)
+    assert (out.diff(dim=-1) >= 0).all()
+    changed = static.clone()
+    changed[:, 1] += 1
+    assert not torch.equal(net(static, history, future), net(changed, history, future))
+
+
+def test_interpretation_weights_sum_to_one_and_attention_is_causal():
+    c = config()
+    net = network(c).eval()
+    x, _ = inputs(c)
+    found = net.interpret(*x)
+    for weights in (found.static, found.historical, found.future, found.attention):
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    ahead = torch.ones(c.horizon, c.context + c.horizon).triu(c.context + 1).bool()
+    assert (found.attention[:, ahead] == 0).all()
+
+
+def test_pinball_matches_its_formula():
+    loss = pinball(torch.tensor([[1.0, 3.0]]), torch.tensor([2.0]), (0.1, 0.9))
+    assert loss.tolist() == [[pytest.approx(0.1), pytest.approx(0.1)]]
+
+
+# --- no look-ahead -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def off_by_one():
+    """A planted fault: windows whose history ends one row after the origin."""
+    sound = WindowDataset.batch
+
+    def shifted(self, starts, windows):
+        batch = sound(self, starts, windows)
+        back = starts[:, 1][:, None] + np.arange(2 - self.context, windows + 1)
+        return dataclasses.replace(batch, historical=self.series.historical[back])
+
+    WindowDataset.batch = shifted
+    try:
+        yield
+    finally:
+        WindowDataset.batch = sound
+
+
+def forecast_of(series, origin, mode, gradient_checkpointing):
+    """The quantiles forecast from one origin, with a scaler fitted on this very series' train block."""
+    c = config(gradient_checkpointing=gradient_checkpointing)
+    rows = block_rows(series, Split(train=0.5, val=0.25), 0)
+    scaler = Scaler.fit(series, rows["train"], series.target(None), "auto")
+    windows = WindowDataset(series, np.array([[origin + 1, origin + 1 + c.horizon]]), c.context, c.horizon)
+    batch = windows.batch(np.array([[0, origin]]), 1)
+    net = network(c)
+    torch.manual_seed(11)
+    net.train(mode == "train")
+    normalised = net(*scaler.inputs(batch, scaler.rows_of(series))).detach().double().numpy()
+    return scaler.restore(normalised, series.target(None)[batch.origins], scaler.rows_of(series)[batch.series])
+
+
+def changed_after(series, origin, random):
+    """The same series with other targets, prices and historical values after `origin`."""
+    after = np.arange(len(series.price)) > origin
+    fresh = {}
+    for name in ("price", "targets", "historical"):
+        values = getattr(series, name).copy()
+        values[after] = np.abs(random.normal(50, 20, values[after].shape)) + 1
+        fresh[name] = values
+    return dataclasses.replace(series, **fresh)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("gradient_checkpointing", ["none", "full"])
+def test_what_happens_after_the_origin_changes_no_forecast(mode, gradient_checkpointing):
+    series = series_arrays({"AAA": 120})
+    other = changed_after(series, 80, np.random.default_rng(5))
+    before = forecast_of(series, 80, mode, gradient_checkpointing)
+    assert np.array_equal(before, forecast_of(other, 80, mode, gradient_checkpointing))
+    with off_by_one():
+        assert not np.array_equal(
+            forecast_of(series, 80, mode, gradient_checkpointing), forecast_of(other, 80, mode, gradient_checkpointing)
+        )
+
+
+def test_scaler_learns_from_the_train_rows_alone():
+    """Case: a scale jump after the train block; statistics equal those of the train rows to the last bit."""
+    series = series_arrays({"AAA": 200})
+    jump = {"price": series.price.copy(), "targets": series.targets.copy(), "historical": series.historical.copy()}
+    for values in jump.values():
+        values[170:] *= 1000
+    train = block_rows(series, Split(), 10)["train"]
+    assert train.tolist() == [[0, 140]]
+    plain = Scaler.fit(series, train, series.target(None), "none")
+    jumped = dataclasses.replace(series, **jump)
+    shifted = Scaler.fit(jumped, train, jumped.target(None), "none")
+    for name, values in plain._arrays().items():
+        assert np.array_equal(values, getattr(shifted, name)), name
+    assert plain.target_mean[0] == pytest.approx(series.price[:140].mean(), rel=1e-9)
+    assert plain.target_scale[0] == pytest.approx(series.price[:140].std(), rel=1e-9)
+    assert plain.historical_mean[0] == pytest.approx(series.historical[:140].astype(float).mean(0), abs=1e-9)
+
+
+def test_static_columns_keep_their_differences_between_series():
+    series = series_arrays({"AAA": 60, "BBB": 60})
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "none")
+    windows = WindowDataset(series, block_rows(series, Split(), 0)["train"], 12, 4)
+    static, _, _ = scaler.inputs(windows.batch(np.array([[0, 20], [1, 80]]), 1), scaler.rows_of(series))
+    assert not torch.equal(static[0], static[1])
+
+
+@pytest.mark.parametrize("level", [1e-8, 1.0, 1e30])
+def test_constant_and_extreme_values_stay_finite(level):
+    series = series_arrays({"AAA": 80})
+    historical = series.historical.copy()
+    historical[:, 0], historical[:, 1] = level, historical[:, 1] * np.float32(level)
+    extreme = dataclasses.replace(series, historical=historical, targets=series.targets * level)
+    train = block_rows(extreme, Split(), 0)["train"]
+    target = extreme.target(None)
+    for anchor in ("none", "difference", "ratio"):
+        scaler = Scaler.fit(extreme, train, target, anchor)
+        assert scaler.historical_scale[0, 0] == 1.0
+        windows = WindowDataset(extreme, train, 12, 4)
+        found = forecast_block(network(config()), scaler, windows, target, config(), "cpu")
+        assert np.isfinite(found.quantiles).all()
+        assert np.isfinite(found.normalised_actual).all()
+
+
+@pytest.mark.parametrize("anchor", ["none", "difference", "ratio"])
+def test_normalising_and_restoring_are_inverse(anchor):
+    series = series_arrays({"AAA": 80, "BBB": 40})
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), anchor)
+    values, last, which = np.abs(np.random.default_rng(0).normal(30, 3, (2, 3, 4))), np.full((2, 3), 20.0), np.array([0, 1])
+    there = scaler.normalise(values, last, which)
+    back = scaler.restore(there[..., None], last, which)[..., 0]
+    assert np.allclose(values, back, rtol=1e-12)
+    assert math.isfinite(float(there.sum()))
+
+
+def test_series_never_seen_is_forecast_with_pooled_statistics_and_a_warning(caplog):
+    series = series_arrays({"AAA": 80, "BBB": 40})
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "none")
+    static = series.static.copy()
+    static[0, 2] = 99
+    fresh = dataclasses.replace(series, names=("NEWX", "BBB"), static=static)
+    assert scaler.rows_of(fresh).tolist() == [2, 1]
+    assert "NEWX" in caplog.text
+    assert "static_002" in caplog.text
+    assert "99" in caplog.text
