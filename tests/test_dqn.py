@@ -1,0 +1,245 @@
+"""The DQN: the market pays what it says, and the agent learns what can be learnt and no more."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from synthetic import series_arrays
+
+import models.dqn.training as training
+from models.config import EarlyStopping
+from models.dqn.config import DQNConfig
+from models.dqn.evaluation import block_bootstrap, constant, evaluate, optimum, roll_out
+from models.dqn.market import FLAT, FeatureScaler, MarketEnv, feature_table, log_returns, targets_of_actions
+from models.dqn.network import PositionQNetwork
+from models.dqn.replay import IndexReplay
+from models.windows import SeriesArrays
+
+OFF = EarlyStopping(patience=0)
+
+
+def market(features, returns, lookback_bars=0) -> SeriesArrays:
+    """One series with the given historical features [N, F] and log returns (t -> t + 1) [N]."""
+    rows = len(features)
+    plain = series_arrays({"AAA": rows}, static=1, historical=features.shape[1], future=1, lookback_bars=lookback_bars)
+    price = np.exp(np.concatenate([[0.0], np.cumsum(returns[:-1])]))
+    zeros = np.zeros((rows, 1), np.float32)
+    return dataclasses.replace(plain, price=price, historical=features.astype(np.float32), future=zeros)
+
+
+def trained(series, **change):
+    config = DQNConfig(
+        **{
+            "epochs": 3, "updates_per_epoch": 200, "early_stopping": OFF, "final_weights": "last", "device": "cpu",
+            "split": {"train": 0.7, "val": 0.0}, "discount": 0.9, **change,
+        }
+    )  # fmt: skip
+    return training.train(config, series, on_epoch=lambda row: None, on_checkpoint=lambda *a: None)
+
+
+def sine_market(rows=6000, noise=223, seed=0):
+    """Returns follow a sine whose phase two features carry; the others are noise."""
+    random = np.random.default_rng(seed)
+    phase = 2 * np.pi * np.arange(rows) / 40
+    features = np.concatenate([np.sin(phase)[:, None], np.cos(phase)[:, None], random.normal(size=(rows, noise))], 1)
+    return market(features, 0.003 * np.sin(phase) + random.normal(0, 0.0005, rows))
+
+
+# --- the market ----------------------------------------------------------------------------------------------------
+
+
+def env_of(returns, fill="close", fee=0.01, scale=2.0, positions="long_short"):
+    segments = torch.tensor([[0, len(returns)]])
+    env = MarketEnv(
+        torch.tensor(returns, dtype=torch.float64), segments, targets_of_actions(positions), fee=fee, reward_scale=scale,
+        fill=fill, num_envs=1,
+    )  # fmt: skip
+    env.rows[:], env.held[:], env.ends[:] = 0, FLAT, len(returns) - 1
+    return env
+
+
+def test_reward_is_new_position_times_return_minus_fee_scaled_by_train_deviation():
+    env = env_of([0.1, -0.2, 0.3, 0.0, 0.0])
+    paid = [float(env.step(torch.tensor([a]))[0]) for a in (2, 0, 1)]  # buy, sell, hold
+    assert paid == pytest.approx([(0.1 - 0.01) / 2, (0.2 - 0.02) / 2, -0.3 / 2])
+
+
+def test_fill_next_earns_one_bar_with_the_old_position():
+    env = env_of([0.1, -0.2, 0.3, 0.0, 0.0], fill="next")
+    paid = [float(env.step(torch.tensor([a]))[0]) for a in (2, 1, 1)]
+    assert paid == pytest.approx([-0.01 / 2, -0.2 / 2, 0.3 / 2])
+
+
+def test_sell_is_flat_when_long_only():
+    env = env_of([0.1, 0.1, 0.1, 0.1], positions="long_only")
+    env.step(torch.tensor([2]))
+    env.step(torch.tensor([0]))
+    assert env.held.tolist() == [FLAT]
+
+
+def test_segment_end_truncates_and_restarts_flat_inside_a_segment():
+    env = env_of([0.1, 0.1, 0.1])
+    assert not env.step(torch.tensor([2]))[1]
+    assert env.step(torch.tensor([1]))[1]
+    assert env.held.tolist() == [FLAT]
+    assert 0 <= int(env.rows) < 2
+
+
+def test_returns_never_cross_a_series():
+    series = series_arrays({"AAA": 5, "BBB": 4})
+    returns = log_returns(series)
+    assert returns[4] == 0
+    assert returns[8] == 0
+    assert float(returns[1]) == pytest.approx(np.log(series.price[2] / series.price[1]))
+
+
+def test_feature_table_is_static_historical_future_and_scaled_by_train_rows():
+    series = series_arrays({"AAA": 30})
+    table = feature_table(series)
+    assert table.shape == (30, 27)
+    scaler = FeatureScaler.fit(table[:20])
+    moved = table.clone()
+    moved[20:] *= 1000
+    assert torch.equal(FeatureScaler.fit(moved[:20]).mean, scaler.mean)
+    assert torch.equal(scaler.scale[:3], torch.ones(3)), "constant static columns have scale 1"
+    assert float(scaler.apply(moved).abs().max()) <= 10
+
+
+def test_replay_holds_row_numbers_in_11_bytes_and_keeps_the_newest():
+    replay = IndexReplay(5)
+    assert replay.bytes_per_transition <= 11
+    for start in (0, 3, 6):
+        n = torch.arange(start, start + 3)
+        replay.add(n, torch.ones(3), torch.zeros(3), n.float(), torch.zeros(3, dtype=torch.bool))
+    assert sorted(replay.row.tolist()) == [4, 5, 6, 7, 8]
+    rows, _, _, rewards = replay.sample(64)
+    assert torch.equal(rows.float(), rewards)
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", ["close", "next"])
+@pytest.mark.parametrize("positions", ["long_only", "long_short"])
+def test_optimum_equals_trying_every_action_sequence(fill, positions):
+    returns = np.random.default_rng(1).normal(0, 0.02, 6)
+    targets = targets_of_actions(positions).numpy()
+    best = -np.inf
+    for code in range(3**6):
+        actions = np.array([(code // 3**t) % 3 for t in range(6)])
+        best = max(best, roll_out(np.repeat(actions[:, None], 3, 1), returns, targets, 0.005, fill).net.sum())
+    assert optimum(returns, targets, 0.005, fill).net.sum() == pytest.approx(best, abs=1e-12)
+
+
+def test_a_return_above_the_optimum_raises(monkeypatch):
+    import models.dqn.evaluation as evaluation
+
+    returns, targets = np.full(50, 0.01), targets_of_actions("long_short").numpy()
+    always_buy = np.full((50, 3), 2)
+    evaluate([always_buy], [returns], targets, fee=0.001, fill="close", bars_per_year=252, seed=0)
+    monkeypatch.setattr(evaluation, "optimum", lambda *a: roll_out(np.ones((50, 3), int), returns * 0 + 1e-5, targets, 0, "close"))
+    monkeypatch.setattr(
+        evaluation, "optimum", lambda *a: dataclasses.replace(roll_out(always_buy, returns, targets, 0.001, "close"), net=returns / 2)
+    )
+    with pytest.raises(AssertionError, match="leak"):
+        evaluate([always_buy], [returns], targets, fee=0.001, fill="close", bars_per_year=252, seed=0)
+
+
+def test_buying_once_and_holding_is_the_constant_position():
+    returns, targets = np.random.default_rng(0).normal(0.001, 0.01, 100), targets_of_actions("long_short").numpy()
+    for fill in ("close", "next"):
+        path = roll_out(np.full((100, 3), 2), returns, targets, 0.002, fill)
+        assert path.net.sum() == pytest.approx(constant(returns, 1, 0.002, fill).sum())
+
+
+def test_bootstrap_interval_covers_the_mean_and_narrows():
+    random = np.random.default_rng(0)
+    low, high = block_bootstrap(random.normal(0.001, 0.01, 2000), seed=0)
+    assert low < 0.001 < high
+    wide = block_bootstrap(random.normal(0.001, 0.01, 50), seed=0)
+    assert high - low < wide[1] - wide[0]
+
+
+# --- learning ------------------------------------------------------------------------------------------------------
+
+
+def exact_q(returns, fee, discount):
+    """Q* of a cyclic market [rows, 3, 3] by value iteration."""
+    targets, n = targets_of_actions("long_short").numpy(), len(returns)
+    q = np.zeros((n, 3, 3))
+    for _ in range(2000):
+        value = np.roll(q.max(2), -1, axis=0)
+        for held in range(3):
+            for action in range(3):
+                new = targets[held, action]
+                q[:, held, action] = (new - FLAT) * returns - fee * abs(new - held) + discount * value[:, new]
+    return q
+
+
+@pytest.mark.parametrize("backup", ["sampled", "full"])
+def test_known_q_values_of_a_cyclic_market_are_learnt(backup):
+    random = np.random.default_rng(3)
+    returns = random.normal(0, 1, 16)
+    rows = 16 * 60
+    series = market(np.tile(np.eye(16), (60, 1)), np.tile(returns, 60) * 1e-3)
+    config = DQNConfig(
+        epochs=1, updates_per_epoch=2000, fee=0.2e-3, discount=0.9, hidden_sizes=(64, 64), learning_rate=2e-3,
+        final_learning_rate=1e-4, target_update=20, backup=backup, device="cpu", epsilon_end=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    table = FeatureScaler.fit(feature_table(series)).apply(feature_table(series))
+    scale = float(np.std(np.tile(returns, 60))) * 1e-3
+    learner = training.Learner(config, table, log_returns(series), torch.tensor([[0, rows]]), scale, "cpu")
+    for _ in range(2000):
+        learner.update()
+    with torch.no_grad():
+        found = learner.online(table[:16]).double().numpy()
+    wanted = exact_q(returns * 1e-3 / scale, 0.2e-3 / scale, 0.9)
+    span = wanted.max() - wanted.min()
+    assert np.abs(found - wanted).max() <= 0.05 * span
+    ordered = np.sort(wanted, axis=2)
+    clear = ordered[..., 2] - ordered[..., 1] > 0.01 * span
+    assert (found.argmax(2) == wanted.argmax(2))[clear].all()
+
+
+def fraction(result):
+    return result.metrics["test_fill_close"]["fraction_of_optimum"]
+
+
+class Blind(PositionQNetwork):
+    """A planted fault: the held position is not in the state."""
+
+    def forward(self, features):
+        return super().forward(features).mean(1, keepdim=True).expand(-1, 3, 3)
+
+
+def test_sine_market_is_learnt_and_neither_without_position_nor_with_unscaled_rewards(monkeypatch):
+    series, options = sine_market(), {"fee": 1e-3, "discount": 0.95}
+    sound = fraction(trained(series, **options))
+    assert sound >= 0.97
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "PositionQNetwork", Blind)
+        assert fraction(trained(series, **options)) < sound
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "reward_scale_of", lambda returns, rows: 1.0)
+        assert fraction(trained(series, **options)) < 0.5
+
+
+def test_noise_has_no_edge_and_is_said_not_to_beat_flat():
+    random = np.random.default_rng(2)
+    result = trained(market(random.normal(size=(5000, 225)), random.normal(0, 0.01, 5000)))
+    assert abs(result.metrics["test_fill_close"]["gross_t"]) < 3
+    assert result.metrics["verdict"] == "does not beat flat"
+    assert result.metrics["beats_flat"] is False
+
+
+def test_leaked_next_return_is_found_and_useless_when_filled_a_bar_later():
+    random = np.random.default_rng(4)
+    returns = random.normal(0, 0.01, 5000)
+    features = random.normal(size=(5000, 60))
+    features[:, 7] = returns
+    result = trained(market(features, returns), epochs=4)
+    assert fraction(result) >= 0.80
+    assert result.metrics["test_fill_next"]["net_return"] <= 0
+    assert result.metrics["beats_flat"] is False
