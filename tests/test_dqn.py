@@ -38,7 +38,7 @@ def trained(series, **change):
     return training.train(config, series, on_epoch=lambda row: None, on_checkpoint=lambda *a: None)
 
 
-def sine_market(rows=6000, noise=223, seed=0):
+def sine_market(rows=20_000, noise=223, seed=0):
     """Returns follow a sine whose phase two features carry; the others are noise."""
     random = np.random.default_rng(seed)
     phase = 2 * np.pi * np.arange(rows) / 40
@@ -185,7 +185,7 @@ def test_known_q_values_of_a_cyclic_market_are_learnt(backup):
     series = market(np.tile(np.eye(16), (60, 1)), np.tile(returns, 60) * 1e-3)
     config = DQNConfig(
         epochs=1, updates_per_epoch=2000, fee=0.2e-3, discount=0.9, hidden_sizes=(64, 64), learning_rate=2e-3,
-        final_learning_rate=1e-4, target_update=20, backup=backup, device="cpu", epsilon_end=1.0,
+        final_learning_rate=2e-5, target_update=20, backup=backup, device="cpu", epsilon_end=1.0,
     )  # fmt: skip
     torch.manual_seed(0)
     table = FeatureScaler.fit(feature_table(series)).apply(feature_table(series))
