@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import urllib.parse
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,11 +252,15 @@ class S3Store:
         except StoreError:
             raise self._explained(error, key) from error
 
-    def _put(self, key: str, data: bytes | Path, expected: StoredFile, condition: dict[str, str]) -> str:
-        common = {"Metadata": {"sha256": expected.sha256}, "ChecksumAlgorithm": "SHA256", **condition}
+    def _put(
+        self, key: str, data: bytes | Path, expected: StoredFile, condition: dict[str, str], marks: dict[str, str] | None = None
+    ) -> None:
+        metadata = {"sha256": expected.sha256, **(marks or {})}
         # One PUT: multipart through s3transfer has no condition, and a single PUT is the fastest way measured here
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as body:
-            return str(self.client.put_object(Bucket=self.bucket, Key=self._key(key), Body=body, **common)["ETag"])
+            self.client.put_object(
+                Bucket=self.bucket, Key=self._key(key), Body=body, Metadata=metadata, ChecksumAlgorithm="SHA256", **condition
+            )
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         if limit is not None:
@@ -300,19 +305,22 @@ class S3Store:
             return None
 
     def swap(self, key: str, data: bytes, etag: str | None) -> bool:
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
+        writer = uuid.uuid4().hex
         try:
-            self._put(key, data, digest(data), {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag})
+            self._put(key, data, digest(data), condition, {"writer": writer})
             return True
         except Exception as error:
-            if _code(error) in {"404", "NoSuchKey"}:  # If-Match on an object that is gone
-                return False
+            # The answer may be lost and the SDK's own retry refused: ours is the write that bears our mark. Bytes alone
+            # would not tell, since two writers may well write the same ones.
             try:
-                found = self.read_for_swap(key)
-            except StoreError:
-                raise self._explained(error, key) from error
-            if found is not None and found[0] == data:
-                return True
-            if _code(error) in {"412", "409", "PreconditionFailed", "ConditionalRequestConflict"}:
+                answer = self.client.head_object(Bucket=self.bucket, Key=self._key(key))
+                if answer["Metadata"].get("writer") == writer:
+                    return True
+            except Exception as missing:
+                if _code(missing) not in {"404", "NoSuchKey"}:
+                    raise self._explained(error, key) from error
+            if _code(error) in {"412", "409", "404", "NoSuchKey", "PreconditionFailed", "ConditionalRequestConflict"}:
                 return False
             raise self._explained(error, key) from error
 

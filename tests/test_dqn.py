@@ -138,9 +138,13 @@ def test_a_return_above_the_optimum_raises(monkeypatch):
     returns, targets = np.full(50, 0.01), targets_of_actions("long_short").numpy()
     always_buy = np.full((50, 3), 2)
     evaluate([always_buy], [returns], targets, fee=0.001, fill="close", bars_per_year=252, seed=0)
-    monkeypatch.setattr(evaluation, "optimum", lambda *a: roll_out(np.ones((50, 3), int), returns * 0 + 1e-5, targets, 0, "close"))
     monkeypatch.setattr(
-        evaluation, "optimum", lambda *a: dataclasses.replace(roll_out(always_buy, returns, targets, 0.001, "close"), net=returns / 2)
+        evaluation, "optimum", lambda *a: roll_out(np.ones((50, 3), int), returns * 0 + 1e-5, targets, 0, "close")
+    )
+    monkeypatch.setattr(
+        evaluation,
+        "optimum",
+        lambda *a: dataclasses.replace(roll_out(always_buy, returns, targets, 0.001, "close"), net=returns / 2),
     )
     with pytest.raises(AssertionError, match="leak"):
         evaluate([always_buy], [returns], targets, fee=0.001, fill="close", bars_per_year=252, seed=0)

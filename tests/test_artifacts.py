@@ -1,0 +1,284 @@
+"""Publication: claimed once, whole or invisible, the same on every try."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from synthetic import small_contract
+
+from models.checkpoint import Snapshot, checkpoint_bytes, save_checkpoint
+from models.dqn.config import DQNConfig
+from models.manifest import Dataset
+from tasks.artifacts import (
+    TrainedRun,
+    champion_version,
+    claim_run,
+    decide_promotion,
+    fetch_file,
+    newest_resume,
+    promote,
+    publish_run,
+    read_manifest,
+    run_key,
+    save_resume,
+    verify,
+)
+from tasks.storage import ArtifactIntegrityError, LocalStore, ObjectMissing, StoreError
+
+DATASET = Dataset(
+    fingerprint="a" * 64, contract=small_contract(), rows=10, series={"AAA": 10}, first_timestamp="2010-01-01T00:00:00Z",
+    last_timestamp="2010-01-10T00:00:00Z", files={},
+)  # fmt: skip
+CONFIG = DQNConfig()
+
+
+def trained(folder, model="dqn", seed=0, **change):
+    """A run with three files in a folder."""
+    config = CONFIG.model_copy(update={"seed": seed})
+    snapshot = Snapshot({"w": torch.full((50,), float(seed))}, {"seed": seed})
+    files = [save_checkpoint(folder, "dqn", n, final, snapshot) for n, final in ((1, False), (2, True))]
+    (folder / "report.html").write_text(f"report {seed}")
+    plain = {
+        "run_key": run_key(DATASET, config, model), "model": model, "family": "dqn", "folder": str(folder),
+        "checkpoints": tuple(files), "config": config, "dataset": DATASET, "dataset_uri": "file:///nowhere/dataset.json",
+        "metrics": {"beats_flat": True}, "epochs": 2, "stop_reason": "all_epochs", "best_epoch": 2, "weights": "best",
+        "versions": {"torch": "2"},
+    }  # fmt: skip
+    return TrainedRun(**{**plain, **change})
+
+
+def publish(store, run):
+    with claim_run(store, run.run_key, run.model, poll_seconds=0.05) as claim:
+        return claim.manifest or publish_run(run, store, claim)
+
+
+def test_published_version_verifies_and_its_files_come_back(store, folder):
+    manifest = publish(store, trained(folder / "run"))
+    assert (manifest.version, manifest.final) == (1, "dqn_final_epoch2.safetensors")
+    assert set(manifest.files) == {"dqn_epoch_1.safetensors", "dqn_final_epoch2.safetensors", "report.html"}
+    assert verify(store, "dqn", 1) == manifest
+    path = fetch_file(store, manifest, manifest.final, folder / "here")
+    assert path.read_bytes() == (folder / "run" / manifest.final).read_bytes()
+
+
+def test_the_same_run_is_published_once_and_another_gets_the_next_version(store, folder):
+    first = publish(store, trained(folder / "a"))
+    assert publish(store, trained(folder / "b")) == first
+    assert publish(store, trained(folder / "c", seed=1)).version == 2
+
+
+def test_interrupted_runs_are_never_published(store, folder):
+    with pytest.raises(ValueError, match="never published"):
+        publish(store, trained(folder / "a", stop_reason="interrupted"))
+    with pytest.raises(ObjectMissing):
+        read_manifest(store, "dqn", 1)
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+class CrashingStore:
+    """A store that dies before or after its n-th write."""
+
+    def __init__(self, store, step, after):
+        self.store, self.left, self.after = store, step, after
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def _write(self, write, *arguments):
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise Crash
+        done = write(*arguments)
+        if self.left == 0:
+            raise Crash
+        return done
+
+    def put_if_absent(self, key, data):
+        return self._write(self.store.put_if_absent, key, data)
+
+    def swap(self, key, data, etag):
+        return self._write(self.store.swap, key, data, etag)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_at_any_step_leaves_a_whole_version_or_none_and_a_second_try_finishes_it(store, folder, after):
+    reference = LocalStore(folder / "reference")
+    whole = publish(reference, trained(folder / "run"))
+    hit = 0
+    for step in range(1, 30):
+        model = f"dqn-{step}"
+        run = trained(folder / "run", model=model)
+        crashing = CrashingStore(store, step, after)
+        try:
+            with claim_run(crashing, run.run_key, model, beat_seconds=60) as claim:
+                publish_run(run, crashing, claim)
+            break
+        except Crash:
+            hit += 1
+        try:
+            verify(store, model, read_manifest(store, model, 1).version)
+        except ObjectMissing:
+            assert champion_version(store, model) is None
+        with claim_run(store, run.run_key, model, poll_seconds=0.02, stale_seconds=0.1) as claim:
+            manifest = claim.manifest or publish_run(run, store, claim)
+        assert manifest.files == whole.files
+        verify(store, model, manifest.version)
+        manifests = [k for k in store.list(f"models/{model}/") if k.endswith("/manifest.json")]
+        assert len(manifests) == 1
+    assert hit >= 8, "every step was hit"
+
+
+def test_of_two_claimers_one_trains_and_the_other_gets_its_result(store, folder):
+    run, order = trained(folder / "run"), []
+
+    def second():
+        with claim_run(store, run.run_key, "dqn", poll_seconds=0.05) as claim:
+            order.append(("second", claim.manifest))
+
+    with claim_run(store, run.run_key, "dqn", beat_seconds=0.1) as claim:
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.4)
+        assert order == []
+        manifest = publish_run(run, store, claim)
+    thread.join()
+    assert order == [("second", manifest)]
+
+
+def test_a_dead_owner_is_taken_over_and_keeps_its_version(store, folder):
+    run = trained(folder / "run")
+    dead = claim_run(store, run.run_key, "dqn", beat_seconds=1000)
+    first = dead.__enter__()
+    with claim_run(store, run.run_key, "dqn", poll_seconds=0.05, stale_seconds=0.3) as claim:
+        assert claim.version == first.version == 1
+        with pytest.raises(StoreError, match="taken over"):
+            publish_run(run, store, first)
+        assert publish_run(run, store, claim).version == 1
+    dead.__exit__(None, None, None)
+
+
+def test_failed_training_releases_the_claim_at_once(store, folder):
+    run = trained(folder / "run")
+
+    def fail():
+        with claim_run(store, run.run_key, "dqn"):
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fail()
+    started = time.monotonic()
+    assert publish(store, run).version == 1
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_every_damaged_published_file_is_refused(folder, count):
+    store = LocalStore(folder / "store")
+    manifest = publish(store, trained(folder / "run"))
+    random, names = np.random.default_rng(0), sorted(manifest.files)
+    for i in range(count):
+        path = folder / "store" / "models" / "dqn" / "1" / names[i % len(names)]
+        sound = path.read_bytes()
+        at = int(random.integers(len(sound)))
+        path.write_bytes(sound[:at] if i % 2 else sound[:at] + bytes([sound[at] ^ (1 << i % 8)]) + sound[at + 1 :])
+        with pytest.raises(ArtifactIntegrityError, match="expected"):
+            verify(store, "dqn", 1)
+        with pytest.raises(ArtifactIntegrityError):
+            fetch_file(store, manifest, path.name, folder / "here")
+        path.write_bytes(sound)
+    verify(store, "dqn", 1)
+    path.unlink()
+    with pytest.raises(ArtifactIntegrityError, match="not there"):
+        verify(store, "dqn", 1)
+
+
+def test_manifest_that_is_not_the_aliased_one_is_refused(folder):
+    store = LocalStore(folder / "store")
+    publish(store, trained(folder / "run"))
+    promote(store, "dqn", 1, rule="always", why="test")
+    path = folder / "store" / "models" / "dqn" / "1" / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"epochs":2', b'"epochs":3'))
+    with pytest.raises(ArtifactIntegrityError, match="champion alias says"):
+        read_manifest(store, "dqn", "champion")
+
+
+def test_promotion_keeps_a_history_and_is_recorded_once(store, folder):
+    for seed in (0, 1):
+        publish(store, trained(folder / str(seed), seed=seed))
+    assert promote(store, "dqn", 1, rule="always", why="first")
+    assert not promote(store, "dqn", 1, rule="always", why="again")
+    assert promote(store, "dqn", 2, rule="always", why="newer")
+    assert read_manifest(store, "dqn", "champion").version == 2
+    history = [json.loads(store.get(k)) for k in store.list("models/dqn/history/")]
+    assert [(h["from"], h["to"], h["why"]) for h in history] == [(None, 1, "first"), (1, 2, "newer")]
+
+
+def test_promoters_at_once_leave_a_history_that_leads_to_the_champion(store, folder):
+    for seed in range(4):
+        publish(store, trained(folder / str(seed), seed=seed))
+    threads = [
+        threading.Thread(target=promote, args=(store, "dqn", n), kwargs={"rule": "always", "why": "race"}) for n in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alias = json.loads(store.get("models/dqn/champion.json"))
+    assert json.loads(store.get(f"models/dqn/history/{alias['sequence']}.json"))["to"] == alias["version"]
+    verify(store, "dqn", alias["version"])
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "promoted", "why"),
+    [
+        ({}, "better", True, "first"),
+        ({}, "never", False, "never"),
+        ({"stop_reason": "non_finite_loss"}, "always", False, "not finite"),
+        ({"metrics": {"beats_flat": False}}, "always", False, "flat"),
+    ],
+)
+def test_promotion_rules(folder, change, rule, promoted, why):
+    store = LocalStore(folder / "store")
+    decided, reason = decide_promotion(publish(store, trained(folder / "run", **change)), store, rule)
+    assert decided is promoted
+    assert why in reason
+
+
+def test_a_later_version_is_not_promoted_without_bars_to_compare_on(folder):
+    store = LocalStore(folder / "store")
+    promote(store, "dqn", publish(store, trained(folder / "a")).version, rule="always", why="first")
+    later = publish(store, trained(folder / "b", seed=1))
+    assert decide_promotion(later, store, "better")[0] is False
+    assert decide_promotion(later, store, "always")[0] is True
+
+
+def test_newest_valid_resume_state_is_found_and_damaged_ones_are_named(store, folder):
+    """Case: checkpoint 1 whole, 2 cut, 3 empty."""
+    states = {n: checkpoint_bytes(Snapshot({"x": torch.full((40,), float(n))}, {"epoch": n})) for n in (1, 2, 3)}
+    save_resume(store, "k", "000001", states[1])
+    names = {n: f"runs/k/resume/{n:06d}-{'0' * 64}.safetensors" for n in (2, 3)}
+    store.put_if_absent(names[2], states[2][:-7])
+    store.put_if_absent(names[3], b"")
+    found, skipped = newest_resume(store, "k")
+    assert found.metadata == {"epoch": 1}
+    assert [line.split("-")[0] for line in skipped] == ["000003", "000002"]
+    assert store.get(names[2]) == states[2][:-7], "nothing is overwritten"
+    assert newest_resume(store, "other") == (None, [])
+
+
+def test_run_key_follows_everything_that_decides_the_weights():
+    keys = {
+        run_key(DATASET, CONFIG, "dqn"),
+        run_key(DATASET, CONFIG, "other"),
+        run_key(DATASET, CONFIG.model_copy(update={"seed": 1}), "dqn"),
+        run_key(DATASET.model_copy(update={"fingerprint": "b" * 64}), CONFIG, "dqn"),
+        run_key(DATASET, CONFIG, "dqn", again="1"),
+    }
+    assert len(keys) == 5
+    assert run_key(DATASET, CONFIG, "dqn") in keys

@@ -1,0 +1,410 @@
+"""Ingest: every ugly input has its outcome, the profile equals NumPy, the same rows are the same dataset."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from synthetic import market_tables, small_contract, write_market
+
+from models.config import IngestConfig
+from models.features import ContractError, FeatureContract
+from tasks.artifacts import read_dataset
+from tasks.expectations import RULES, DataContractError, ValidationEngineError, profile, validate_features
+from tasks.parquet import list_sources, stage_parquet, write_dataset
+from tasks.series import load_series, series_from_staged
+from tasks.storage import ArtifactIntegrityError, LocalStore
+
+SMALL = {"static": 3, "historical": 20, "future": 4}
+CONTRACT = small_contract()
+SERIES = {"AAA": 40, "BBB": 30}
+
+
+def stage(source, folder, *, bad="refuse", future_rows=0, contract=CONTRACT):
+    return stage_parquet(str(source), contract, IngestConfig(on_bad_rows=bad), Path(folder) / "staged", future_rows)
+
+
+def ingest(source, folder, **options):
+    staged = stage(source, folder, **options)
+    store = LocalStore(Path(folder) / "store")
+    return (*write_dataset(staged, validate_features(staged), store), staged)
+
+
+def fingerprint(source, folder, **options):
+    return ingest(source, folder, **options)[0].fingerprint
+
+
+def replaced(table, name, array):
+    return table.set_column(table.schema.names.index(name), name, array)
+
+
+def spoilt(table, name, changes, dtype=pa.float32()):
+    values = table[name].to_pylist()
+    for at, value in changes.items():
+        values[at] = value
+    return replaced(table, name, pa.array(values, dtype))
+
+
+@pytest.fixture
+def tables():
+    return market_tables(SERIES, **SMALL)
+
+
+@pytest.fixture
+def clean(tmp_path, tables):
+    folder = tmp_path / "clean"
+    folder.mkdir()
+    for name, table in tables.items():
+        pq.write_table(table, folder / f"{name}.parquet")
+    return folder
+
+
+def write(folder, *tables, **options):
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, table in enumerate(tables):
+        pq.write_table(table, folder / f"part-{i}.parquet", **options)
+    return folder
+
+
+# --- accepted, as the same dataset ---------------------------------------------------------------------------------
+
+
+def test_other_files_order_columns_types_and_zones_give_the_same_fingerprint(clean, tables, tmp_path):
+    wanted = fingerprint(clean, tmp_path / "a")
+    whole = pa.concat_tables(tables.values())
+    backwards = whole.take(pa.array(range(whole.num_rows - 1, -1, -1))).select(whole.schema.names[::-1])
+    assert fingerprint(write(tmp_path / "one", backwards, row_group_size=7), tmp_path / "b") == wanted
+    zoned = replaced(whole, "timestamp", whole["timestamp"].cast(pa.timestamp("ns", tz="America/New_York")))
+    zoned = replaced(zoned, "entity_id", zoned["entity_id"].dictionary_encode())
+    assert fingerprint(write(tmp_path / "zone", zoned), tmp_path / "c") == wanted
+    naive = replaced(whole, "timestamp", whole["timestamp"].cast(pa.timestamp("us")))
+    assert fingerprint(write(tmp_path / "int96", naive, use_deprecated_int96_timestamps=True), tmp_path / "d") == wanted
+    double = replaced(whole, "hist_003", whole["hist_003"].cast(pa.float64()))
+    assert fingerprint(write(tmp_path / "double", double), tmp_path / "e") == wanted
+    extra = whole.append_column("__index_level_0__", pa.array(range(whole.num_rows)))
+    dataset, _, staged = ingest(write(tmp_path / "extra", extra), tmp_path / "f")
+    assert (dataset.fingerprint, staged.ignored_columns) == (wanted, ("__index_level_0__",))
+
+
+def test_fingerprint_does_not_depend_on_the_machines_time_zone(clean, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nsys.path.insert(0, 'tests')\nfrom test_data import fingerprint\n"
+        f"print(fingerprint({str(clean)!r}, Path(sys.argv[1])))"
+    )
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / zone.replace("/", "-"))], env={**os.environ, "TZ": zone},
+            capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
+        ).stdout
+        for zone in ("UTC", "Asia/Tokyo")
+    }  # fmt: skip
+    assert len(prints) == 1
+
+
+def test_hive_key_is_decoded_and_supplies_the_entity_only_where_the_file_has_none(tables, tmp_path):
+    hive = tmp_path / "hive"
+    for name, table in tables.items():
+        key = {"AAA": "BRK%2FB", "BBB": "BBB"}[name]
+        write(hive / f"entity_id={key}", table.drop_columns(["entity_id"]))
+    (hive / "_SUCCESS").touch()
+    (hive / "entity_id=BBB" / ".part.crc").write_bytes(b"crc")
+    write(hive / "_temporary", tables["AAA"])
+    assert ingest(hive, tmp_path / "a")[0].series == {"BBB": 30, "BRK/B": 40}
+    assert ingest(write(tmp_path / "h" / "entity_id=XXX", tables["AAA"]), tmp_path / "b")[0].series == {"AAA": 40}
+
+
+def test_decimal_price_is_exact_to_a_millionth_and_an_empty_file_is_fine(tables, tmp_path):
+    table = tables["AAA"]
+    decimal = replaced(table, "price", pc.round(table["price"], 6).cast(pa.decimal128(18, 6)))
+    source = write(tmp_path / "s", decimal)
+    empty = {n: pa.array([], pa.null() if n == "entity_id" else table.schema.field(n).type) for n in table.schema.names}
+    pq.write_table(pa.table(empty), source / "z.parquet")
+    staged = stage(source, tmp_path)
+    assert np.abs(series_from_staged(staged).price - table["price"].to_numpy()).max() < 1e-6
+
+
+def test_every_short_series_is_kept(tmp_path):
+    source = tmp_path / "s"
+    write_market(source, series={"AAA": 90, "FB": 40, "ONE": 1}, **SMALL)
+    assert ingest(source, tmp_path / "a")[0].series == {"AAA": 90, "FB": 40, "ONE": 1}
+
+
+def test_globs_lists_and_single_files_are_sources(clean, tmp_path):
+    assert len(list_sources(str(clean / "*.parquet"))) == 2
+    assert len(list_sources([str(clean / "AAA.parquet"), str(clean)])) == 2
+    assert list_sources(str(clean / "AAA.parquet")) == [clean / "AAA.parquet"]
+    with pytest.raises(DataContractError, match="no Parquet file"):
+        list_sources(str(tmp_path / "nothing"))
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+
+def drop_column(tables, folder):
+    write(folder, tables["AAA"], tables["BBB"].drop_columns(["hist_010"]))
+    return ("part-1.parquet", "hist_010", "30 rows")
+
+
+def wrong_type(tables, folder):
+    write(folder, replaced(tables["AAA"], "hist_004", pa.array(["x"] * 40)))
+    return ("part-0.parquet", "hist_004", "string", "expected float")
+
+
+def types_differ(tables, folder):
+    table = tables["BBB"]
+    write(folder, tables["AAA"], replaced(table, "hist_004", table["hist_004"].cast(pa.float64())))
+    return ("part-1.parquet", "hist_004", "double", "part-0.parquet")
+
+
+def zones_differ(tables, folder):
+    table = tables["BBB"]
+    write(folder, tables["AAA"], replaced(table, "timestamp", table["timestamp"].cast(pa.timestamp("us"))))
+    return ("part-1.parquet", "timestamp", "without zone")
+
+
+def nested(tables, folder):
+    write(folder, replaced(tables["AAA"], "hist_004", pa.array([[1.0]] * 40)))
+    return ("part-0.parquet", "hist_004", "list")
+
+
+def null_typed(tables, folder):
+    write(folder, replaced(tables["AAA"], "hist_004", pa.nulls(40)))
+    return ("part-0.parquet", "hist_004", "null")
+
+
+def names_twice(tables, folder):
+    write(folder, tables["AAA"].append_column("HIST_004", tables["AAA"]["hist_004"]))
+    return ("part-0.parquet", "hist_004", "twice")
+
+
+def zero_rows(tables, folder):
+    write(folder, tables["AAA"].slice(0, 0))
+    return ("zero rows",)
+
+
+def zero_bytes(tables, folder):
+    write(folder, tables["AAA"])
+    (folder / "part-9.parquet").touch()
+    return ("part-9.parquet", "0 bytes")
+
+
+def cut_short(tables, folder):
+    write(folder, tables["AAA"], tables["BBB"])
+    path = folder / "part-1.parquet"
+    path.write_bytes(path.read_bytes()[:-300])
+    return ("part-1.parquet", "cut short")
+
+
+def no_parquet(tables, folder):
+    write(folder, tables["AAA"])
+    (folder / "part-7.parquet").write_text("<html>not found</html>" * 50)
+    return ("part-7.parquet", "not Parquet")
+
+
+def damaged_page(tables, folder):
+    write(folder, tables["AAA"], compression="none", use_dictionary=False, write_page_checksum=True)
+    path = folder / "part-0.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0x10
+    path.write_bytes(bytes(data))
+    return ("part-0.parquet", "damaged")
+
+
+def nan(tables, folder):
+    write(folder, spoilt(tables["AAA"], "hist_004", {3: float("nan"), 9: float("nan")}))
+    return ("part-0.parquet", "hist_004", "2 rows", "NaN")
+
+
+def nan_among_constants(tables, folder):
+    ones = replaced(tables["AAA"], "hist_004", pa.array(np.ones(40, np.float32)))
+    write(folder, spoilt(ones, "hist_004", {3: float("nan")}))
+    return ("hist_004", "1 rows", "NaN")
+
+
+def infinities_and_nulls(tables, folder):
+    table = spoilt(tables["AAA"], "hist_004", {3: float("inf")})
+    table = spoilt(table, "hist_005", {4: float("-inf"), 5: float("-inf")})
+    write(folder, spoilt(table, "target", {1: None}, pa.float64()))
+    return ("+inf: column 'hist_004' has 1", "-inf: column 'hist_005' has 2", "nulls: column 'target' has 1")
+
+
+def overflow(tables, folder):
+    table = replaced(tables["AAA"], "hist_004", pa.array([1e39] * 40))
+    write(folder, table)
+    return ("hist_004", "float32", "40 rows")
+
+
+def null_key(tables, folder):
+    write(folder, spoilt(tables["AAA"], "entity_id", {2: None}, pa.string()))
+    return ("entity_id", "1 rows")
+
+
+def price_zero(tables, folder):
+    write(folder, spoilt(tables["AAA"], "price", {2: 0.0, 3: -1.0}, pa.float64()))
+    return ("price above zero", "2 rows")
+
+
+def static_changes(tables, folder):
+    write(folder, spoilt(tables["AAA"], "static_001", {20: 5.0}))
+    return ("static_001", "1 series")
+
+
+def exact_duplicates(tables, folder):
+    write(folder, tables["AAA"], tables["AAA"].slice(3, 2))
+    return ("no exact duplicates: 2 rows", "AAA 2010-01-04")
+
+
+def conflicting_keys(tables, folder):
+    write(folder, tables["AAA"], spoilt(tables["AAA"].slice(3, 1), "price", {0: 99.0}, pa.float64()))
+    return ("one row per key: 2 rows", "1 keys", "AAA 2010-01-04")
+
+
+def rows_ahead(tables, folder):
+    write(folder, market_tables({"AAA": 30}, **SMALL, future_rows=5)["AAA"])
+    return ("part-0.parquet", "5 rows from row 30", "predict")
+
+
+FAULTS = (
+    drop_column, wrong_type, types_differ, zones_differ, nested, null_typed, names_twice, zero_rows, zero_bytes, cut_short,
+    no_parquet, damaged_page, nan, nan_among_constants, infinities_and_nulls, overflow, null_key, price_zero,
+    static_changes, exact_duplicates, conflicting_keys, rows_ahead,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_bad_source_is_refused_with_file_column_and_count_and_nothing_is_stored(fault, tables, tmp_path):
+    expected = fault(tables, tmp_path / "bad")
+    with pytest.raises(DataContractError) as refused:
+        ingest(tmp_path / "bad", tmp_path)
+    for part in expected:
+        assert part in str(refused.value), str(refused.value)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("fault", [nan, infinities_and_nulls, null_key, overflow, exact_duplicates, conflicting_keys])
+def test_quarantine_sets_bad_rows_aside_with_their_reason_and_loses_none(fault, tables, tmp_path):
+    source = tmp_path / "bad"
+    fault(tables, source)
+    if fault is overflow:
+        pq.write_table(replaced(tables["BBB"], "hist_004", tables["BBB"]["hist_004"].cast(pa.float64())), source / "good.parquet")
+    dataset, _, staged = ingest(source, tmp_path, bad="quarantine")
+    assert dataset.rows + staged.quarantined_rows == staged.read_rows
+    assert staged.quarantined_rows > 0
+    stored = next((tmp_path / "store" / "ingests").rglob("quarantine.parquet"))
+    table = pq.read_table(stored)
+    assert table.num_rows == staged.quarantined_rows
+    assert all(table["reasons"].to_pylist())
+    assert set(table["source_file"].to_pylist()) <= set(staged.sources)
+
+
+def test_unknown_column_names_are_refused_with_the_way_out(tmp_path):
+    write_market(tmp_path / "s", series={"AAA": 30}, static=5, historical=209, future=10)
+    with pytest.raises(DataContractError, match=r"expected 210 columns named 'hist_\*', found 209.*--contract"):
+        ingest(tmp_path / "s", tmp_path, contract=FeatureContract())
+
+
+# --- the gate ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", ["pyarrow", "no statistics"])
+def test_profile_equals_numpy_on_files_with_hidden_nans(writer, tables, tmp_path):
+    table = replaced(tables["AAA"], "hist_001", pa.array(np.ones(40, np.float32)))
+    table = spoilt(table, "hist_001", {3: float("nan")})
+    table = spoilt(table, "hist_002", {4: float("inf"), 5: float("-inf"), 6: float("nan"), 7: None})
+    table = spoilt(table, "hist_003", {0: 3.4028234663852886e38, 1: -3.4028234663852886e38, 2: 1e-45})
+    staged = stage(write(tmp_path / "s", table, write_statistics=writer == "pyarrow"), tmp_path)
+    found = {row["feature"]: row for row in profile(staged)[0]}
+    for name in (*CONTRACT.features, "price", "target"):
+        values = table[name].to_numpy(zero_copy_only=False).astype(float)
+        nulls = np.array([v is None for v in table[name].to_pylist()])
+        good = values[np.isfinite(values)]
+        row = found[name]
+        assert row["rows"] == 40
+        assert row["nulls"] == nulls.sum()
+        assert row["nan"] == (np.isnan(values) & ~nulls).sum()
+        assert (row["posinf"], row["neginf"]) == (np.isposinf(values).sum(), np.isneginf(values).sum())
+        assert (row["min"], row["max"]) == (good.min(), good.max())
+
+
+def test_validation_table_names_every_rule(clean, tmp_path):
+    report = validate_features(stage(clean, tmp_path))
+    assert [line["rule"] for line in report.table] == [*(rule.name for rule in RULES), "quarantined"]
+    assert all(line["result"] in {"passed", "info"} for line in report.table)
+    assert list(Path(report.data_docs).rglob("index.html"))
+
+
+def test_a_broken_engine_is_an_error_and_never_failed_data(clean, tmp_path, monkeypatch):
+    import tasks.expectations as expectations
+
+    broken = tuple(rule._replace(arguments={**rule.arguments, "column": "no such column"}) for rule in RULES[:1])
+    monkeypatch.setattr(expectations, "RULES", (*broken, *RULES[1:]))
+    with pytest.raises(ValidationEngineError):
+        validate_features(stage(clean, tmp_path))
+
+
+# --- the dataset ---------------------------------------------------------------------------------------------------
+
+
+def test_dataset_is_written_last_read_back_and_loaded_as_the_same_arrays(clean, tables, tmp_path):
+    dataset, uri, _ = ingest(clean, tmp_path)
+    assert read_dataset(uri) == dataset
+    for _ in range(2):  # filled, then from the cache
+        series = load_series(dataset, uri, tmp_path / "cache")
+        assert series.names == ("AAA", "BBB")
+        assert series.offsets.tolist() == [0, 40, 70]
+        assert np.array_equal(series.historical[:40, 7], tables["AAA"]["hist_007"].to_numpy())
+        assert np.array_equal(series.price[40:], tables["BBB"]["price"].to_numpy())
+        assert series.static.shape == (2, 3)
+
+
+def test_damaged_cache_is_filled_again_and_damaged_parts_are_refused(clean, tmp_path):
+    dataset, uri, _ = ingest(clean, tmp_path)
+    sound = load_series(dataset, uri, tmp_path / "cache").historical.copy()
+    cached = tmp_path / "cache" / dataset.fingerprint / "historical.npy"
+    data = bytearray(cached.read_bytes())
+    data[-5] ^= 1
+    cached.write_bytes(bytes(data))
+    assert np.array_equal(load_series(dataset, uri, tmp_path / "cache").historical, sound)
+    part = next((tmp_path / "store" / "datasets" / dataset.fingerprint).glob("part-*.parquet"))
+    data = bytearray(part.read_bytes())
+    data[100] ^= 1
+    part.write_bytes(bytes(data))
+    with pytest.raises(ArtifactIntegrityError, match="expected"):
+        load_series(dataset, uri, tmp_path / "other cache")
+
+
+def test_rows_ahead_end_a_series_to_predict_from(tmp_path):
+    write_market(tmp_path / "s", series={"AAA": 30, "BBB": 25}, **SMALL, future_rows=4)
+    series = series_from_staged(stage(tmp_path / "s", tmp_path, future_rows=4))
+    assert series.history_rows.tolist() == [30, 25]
+    assert np.diff(series.offsets).tolist() == [34, 29]
+    with pytest.raises(DataContractError, match="at most 3"):
+        series_from_staged(stage(tmp_path / "s", tmp_path / "again", future_rows=3))
+
+
+# --- contracts -----------------------------------------------------------------------------------------------------
+
+
+def test_contract_from_toml_with_other_names_and_sizes(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text(
+        'price = "close"\ntargets = ["close"]\nstatic = ["s"]\nhistorical = {prefix = "h_", count = 2}\nfuture = []\n'
+    )
+    contract = FeatureContract.from_toml(file).resolve(["h_2", "h_1", "s", "close"])
+    assert contract.groups() == {"static": ("s",), "historical": ("h_1", "h_2"), "future": ()}
+    assert contract.columns == ("entity_id", "timestamp", "close", "s", "h_1", "h_2")
+    file.write_text("prize = 'x'")
+    with pytest.raises(ContractError, match=r"c\.toml"):
+        FeatureContract.from_toml(file)
+
+
+def test_names_that_differ_in_case_alone_are_one_name():
+    with pytest.raises(ValueError, match="case does not count"):
+        FeatureContract(targets=("target",), static=("a",), historical=("A",), future=())
+    with pytest.raises(ContractError, match="resolve"):
+        _ = FeatureContract().fingerprint
