@@ -16,10 +16,12 @@ PREFIXES = {"static": "static_", "historical": "hist_", "future": "fut_"}
 
 
 def market_tables(
-    series={"AAA": 200, "BBB": 150}, *, static=5, historical=210, future=10, seed=0, names=NAMES, prefixes=PREFIXES,
+    series=None, *, static=5, historical=210, future=10, seed=0, names=NAMES, prefixes=PREFIXES,
     future_rows=0,
 ):  # fmt: skip
     """One Arrow table per series: random features, a random-walk price; `future_rows` more with key and future only."""
+    if series is None:
+        series = {"AAA": 200, "BBB": 150}
     tables = {}
     for number, (name, rows) in enumerate(series.items()):
         random = np.random.default_rng([seed, number])
@@ -65,8 +67,10 @@ def small_contract(static=3, historical=20, future=4, lookback_bars=0) -> Featur
     )
 
 
-def series_arrays(series={"AAA": 200, "BBB": 150}, *, seed=0, **sizes) -> SeriesArrays:
+def series_arrays(series=None, *, seed=0, **sizes) -> SeriesArrays:
     """Random series as arrays, without Parquet."""
+    if series is None:
+        series = {"AAA": 200, "BBB": 150}
     contract = small_contract(**sizes)
     groups = contract.groups()
     rows = np.array(list(series.values()))

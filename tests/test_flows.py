@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 
+import pyarrow.parquet as pq
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.testing.utilities import prefect_test_harness
-from synthetic import write_market
+from synthetic import DAY, START, write_market
 
 from flows.__main__ import main
 from flows.ingest import ingest
 from flows.pipeline import pipeline
+from flows.predict import predict
 from flows.retrain_dqn import retrain_dqn
 from models.checkpoint import load_checkpoint
 from models.config import EarlyStopping
@@ -24,7 +27,7 @@ from models.dqn.config import DQNConfig
 from models.features import FeatureContract
 from models.tft.config import TFTConfig
 from tasks.artifacts import read_manifest, verify
-from tasks.storage import open_store
+from tasks.storage import ObjectMissing, open_store
 
 TFT = TFTConfig(
     context=8, horizon=3, hidden_size=8, num_heads=2, grn_layers=1, epochs=2, updates_per_epoch=3, batch_size=4,
@@ -40,6 +43,13 @@ historical = { prefix = "h_", count = 40 }
 future = { prefix = "f_", count = 4 }
 lookback_bars = 5
 """
+MARKET = {
+    "static": 3,
+    "historical": 40,
+    "future": 4,
+    "names": {"entity": "symbol", "timestamp": "ts", "price": "close", "targets": ("close",)},
+    "prefixes": {"static": "s_", "historical": "h_", "future": "f_"},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,12 +70,7 @@ def server(tmp_path_factory):
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     (folder / "_contract.toml").write_text(CONTRACT)
-    names = {"entity": "symbol", "timestamp": "ts", "price": "close", "targets": ("close",)}
-    prefixes = {"static": "s_", "historical": "h_", "future": "f_"}
-    write_market(
-        folder, series={"AAA": 220, "BBB": 180, "CCC": 6}, static=3, historical=40, future=4, seed=3,
-        names=names, prefixes=prefixes,
-    )  # fmt: skip
+    write_market(folder, series={"AAA": 220, "BBB": 180, "CCC": 6}, seed=3, **MARKET)
     return folder
 
 
@@ -175,9 +180,34 @@ def test_non_finite_loss_is_published_but_never_promoted(published, monkeypatch)
     verify(open_store(store), "broken", outcome.version)
 
 
+def test_predict_dates_forecasts_after_the_last_bar_of_a_source_with_rows_ahead(published, tmp_path):
+    store, report = published
+    write_market(tmp_path / "new", series={"AAA": 40, "NEWX": 30}, future_rows=3, **MARKET)
+    found = predict("tft", str(tmp_path / "new"), str(tmp_path / "out.parquet"), store, version=report.tft.version)
+    table = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert found.rows == len(table) == 6
+    for name, rows in (("AAA", 40), ("NEWX", 30)):
+        mine = [r for r in table if r["series"] == name]
+        last = datetime.fromtimestamp((START + (rows - 1) * DAY) / 1e6, UTC)
+        assert {r["origin"] for r in mine} == {last}
+        assert [r["timestamp"] for r in mine] == [last + timedelta(days=k) for k in (1, 2, 3)]
+        assert all(r["p10"] <= r["p50"] <= r["p90"] for r in mine)
+        assert {r["version"] for r in mine} == {report.tft.version}
+
+
+def test_predict_tells_an_action_for_every_position_and_needs_a_champion_or_a_version(published, source, tmp_path):
+    store, report = published
+    out = tmp_path / "out.parquet"
+    predict("dqn", str(source), str(out), store, version=report.dqn.version)
+    table = pq.read_table(out).to_pylist()
+    assert len(table) == 3 * 3
+    assert {r["action"] for r in table} <= {"sell", "hold", "buy"}
+    with pytest.raises(ObjectMissing, match="no champion"):
+        predict("nobody", str(source), str(out), store)
+
+
 def test_refused_source_exits_3_names_column_and_count_and_leaves_the_store_empty(source, tmp_path, capfd):
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     bad = tmp_path / "bad"
     bad.mkdir()

@@ -116,7 +116,8 @@ def assert_equal_runs(plain, other):
         assert torch.equal(a, b)
     for a, b in zip(plain[1], other[1], strict=True):
         for name in a:
-            assert a[name] is not None and b[name] is not None, name
+            assert a[name] is not None, name
+            assert b[name] is not None, name
             assert torch.equal(a[name], b[name]), name
     assert torch.equal(plain[2], other[2])
 
