@@ -334,6 +334,8 @@ def decide_promotion(manifest: ModelManifest, store: ObjectStore, rule: str) -> 
         return False, "does not beat flat on the test block"
     if current == manifest.version:
         return False, "champion already"
+    if current is not None and current > manifest.version:
+        return False, f"the later version {current} is champion"
     if current is None:
         return True, "first version that qualifies"
     if rule == "always":

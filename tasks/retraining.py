@@ -87,20 +87,26 @@ def retrain(
     opened = open_store(default_store(store))
     dataset = read_dataset(dataset_uri)
     key = run_key(dataset, config, model, again=uuid.uuid4().hex if again else "")
-    with claim_run(opened, key, model) as claim:
+    already = True
+    with claim_run(opened, key, model, on_wait=logger.info) as claim:
         if claim.manifest is not None:
             logger.info("%s: already trained as version %d (run key %s)", model, claim.manifest.version, key[:12])
             verify(opened, model, claim.manifest.version)
-            return _report(claim.manifest, opened, "already trained", already_trained=True)
-        run = train(config, dataset, dataset_uri, opened.uri, key, model)
-        manifest = publish(run, opened.uri, claim)
+            manifest = claim.manifest
+        else:
+            run = train(config, dataset, dataset_uri, opened.uri, key, model)
+            manifest = publish(run, opened.uri, claim)
+            already = False
+    # Also of a version published before: the process may have died between publishing and promoting
     promoted, why = decide_promotion(manifest, opened, config.promotion)
     if promoted:
         promoted = promote(opened, model, manifest.version, rule=config.promotion, why=why)
-    text = ("champion: " if promoted else "not promoted: ") + why
+    text = why if why == "champion already" else ("champion: " if promoted else "not promoted: ") + why
     logger.info("%s version %d %s", model, manifest.version, text)
-    report = _report(manifest, opened, text, already_trained=False)
+    report = _report(manifest, opened, text, already_trained=already)
     show_lineage(manifest, dataset, report.uri, text)
+    if already:
+        return report
     emit_event(
         "model.published",
         resource={"prefect.resource.id": f"model.{model}"},

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from prefect.concurrency.sync import concurrency
 
 import models.dqn.training
 import models.tft.training
-from models.checkpoint import Snapshot, checkpoint_bytes, checkpoint_name, save_checkpoint, write_atomically
+from models.checkpoint import Snapshot, checkpoint_bytes, save_checkpoint, write_atomically
 from models.config import RunConfig
-from models.manifest import Checkpoint, Dataset, ModelConfig
+from models.manifest import Checkpoint, Dataset, ModelConfig, StoredFile
 from models.progress import EpochRow, TrainResult
 from tasks import forecastle_home
 from tasks.artifacts import TrainedRun, newest_resume, save_resume
@@ -161,36 +160,34 @@ def _train(
     device = resolve_device(config)
     folder = forecastle_home() / "runs" / key
     series = load_series(dataset, dataset_uri, forecastle_home() / "cache")
-    resume, skipped = _find_resume(store, key)
+    resume, skipped = newest_resume(store, key)
     for line in skipped:
         logger.warning("resume state passed over: %s", line)
     checkpoints: dict[str, Checkpoint] = {}
     if resume is None:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        completed = int(resume.metadata["epoch"])
-        logger.info("resuming %s after %d completed epochs", model, completed)
-        for epoch in range(config.checkpoint_every, completed + 1, config.checkpoint_every):
-            name = checkpoint_name(config.family, epoch, is_final=False)
-            checkpoints[name] = _bring_back(store, key, folder, name, epoch)
+        logger.info("resuming %s after %d completed epochs", model, resume.metadata["epoch"])
+        for record in resume.metadata["checkpoints"]:
+            earlier = Checkpoint.model_validate(record)
+            file = StoredFile(sha256=earlier.sha256, size=earlier.size)
+            store.download(_place(key, earlier), folder / earlier.name, file)
+            checkpoints[earlier.name] = earlier
 
     def on_checkpoint(epoch: int, is_final: bool, weights: Snapshot, resume: Snapshot | None) -> None:
-        weights.metadata.update(
-            dataset=dataset.fingerprint,
-            dataset_uri=dataset_uri,
-            run_key=key,
-            versions=library_versions(),
-            device=device,
-        )
+        # Nothing of the store or the run: the same data, config, seed and device give the same bytes anywhere
+        weights.metadata.update(dataset=dataset.fingerprint, versions=library_versions(), device=device)
         saved = save_checkpoint(folder, config.family, epoch, is_final, weights)
-        checkpoints[saved.name] = saved
         if resume is None:
+            checkpoints[saved.name] = saved
             return
-        # Kept in the store while the run goes on: another machine can continue, with every file so far.
-        prefix = f"runs/{key}/interrupted" if is_final else f"runs/{key}/checkpoints"
-        data = (folder / saved.name).read_bytes()
-        store.put_if_absent(f"{prefix}-{saved.sha256[:8]}/{saved.name}" if is_final else f"{prefix}/{saved.name}", data)
-        save_resume(store, key, f"{epoch:06d}" + ("-interrupted" if is_final else ""), checkpoint_bytes(resume))
+        # Kept in the store while the run goes on: another machine can continue, with every file so far. The final file
+        # of an interrupted run stands there too, and is no file of the resumed one.
+        store.put_if_absent(_place(key, saved), folder / saved.name)
+        if not is_final:
+            checkpoints[saved.name] = saved
+        resume.metadata["checkpoints"] = [c.model_dump() for c in checkpoints.values()]
+        save_resume(store, key, f"{resume.metadata['update']:012d}", checkpoint_bytes(resume))
 
     log = _EpochLog(config.family, config.epochs)
     started = time.perf_counter()
@@ -227,18 +224,9 @@ def _train(
     return run
 
 
-def _find_resume(store: ObjectStore, key: str) -> tuple[Snapshot | None, list[str]]:
-    found = newest_resume(store, key)
-    return found if found else (None, [])
-
-
-def _bring_back(store: ObjectStore, key: str, folder: Path, name: str, epoch: int) -> Checkpoint:
-    """A regular checkpoint of the interrupted run, from the store into the run's folder."""
-    import hashlib
-
-    data = store.get(f"runs/{key}/checkpoints/{name}")
-    write_atomically(folder / name, data)
-    return Checkpoint(name=name, epoch=epoch, is_final=False, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+def _place(key: str, checkpoint: Checkpoint) -> str:
+    """Where a run in progress keeps a file: by content, since another kind of machine may come to other bits."""
+    return f"runs/{key}/{'interrupted' if checkpoint.is_final else 'checkpoints'}/{checkpoint.sha256[:16]}/{checkpoint.name}"
 
 
 @task(name="train-tft", task_run_name="train-tft[{model}]", cache_policy=NO_CACHE)
