@@ -212,5 +212,7 @@ def ui(*, port: int = 4200) -> None:
         port: Port on 127.0.0.1.
     """
     say(f"Prefect UI: http://127.0.0.1:{port}")
+    # Without this the pages ask the default port, whatever port serves them
+    os.environ["PREFECT_SERVER_UI_API_URL"] = f"http://127.0.0.1:{port}/api"
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     os.execv(sys.executable, command)

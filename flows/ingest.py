@@ -15,7 +15,7 @@ from models.features import MARKET_FEATURES, FeatureContract
 from models.manifest import Dataset, StoredFile
 from models.tft.config import TFTConfig
 from tasks import default_store
-from tasks.expectations import validate_features
+from tasks.expectations import DataContractError, validate_features
 from tasks.parquet import stage_parquet, write_dataset
 from tasks.report import show_validation
 from tasks.storage import StoreError, open_store
@@ -60,7 +60,11 @@ def ingest(
     opened = open_store(default_store(store))
     with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
         staged = stage(source, wanted, config, Path(folder))
-        report = validate(staged)
+        try:
+            report = validate(staged)
+        except DataContractError as refused:
+            show_validation(refused.table, source)  # with the failing features by name
+            raise
         show_validation(report.table, source)
         dataset, uri = write(staged, report, opened)
     emit_event(

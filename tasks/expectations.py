@@ -17,7 +17,14 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 class DataContractError(ValueError):
-    """Data that do not keep the contract; the message names file, column, counts and the way out."""
+    """Data that do not keep the contract; the message names file, column, counts and the way out.
+
+    `table` is what every rule found, when the rules were reached.
+    """
+
+    def __init__(self, message: str, table: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(message)
+        self.table = table or []
 
 
 class ValidationEngineError(RuntimeError):
@@ -38,6 +45,7 @@ class Rule(NamedTuple):
     expectation: str
     arguments: dict[str, Any]
     columns_of: str  # "columns" or "keys": which profile table it reads
+    only_warns: bool = False
 
 
 RULES: tuple[Rule, ...] = (
@@ -47,7 +55,8 @@ RULES: tuple[Rule, ...] = (
     Rule("no +inf", "ExpectColumnValuesToBeBetween", {"column": "posinf", "max_value": 0}, "columns"),
     Rule("no -inf", "ExpectColumnValuesToBeBetween", {"column": "neginf", "max_value": 0}, "columns"),
     Rule("fits float32", "ExpectColumnValuesToBeBetween", {"column": "overflow", "max_value": 0}, "columns"),
-    Rule("price above zero", "ExpectColumnValuesToBeBetween", {"column": "not_positive", "max_value": 0}, "columns"),
+    # A sensor's level may be negative, and the TFT can forecast it; the DQN refuses to trade such a series
+    Rule("price above zero", "ExpectColumnValuesToBeBetween", {"column": "not_positive", "max_value": 0}, "columns", True),
     Rule("static constant per series", "ExpectColumnValuesToBeBetween", {"column": "changing", "max_value": 0}, "columns"),
     Rule("no exact duplicates", "ExpectColumnValuesToBeBetween", {"column": "exact_duplicates", "max_value": 0}, "keys"),
     Rule("one row per key", "ExpectColumnValuesToBeBetween", {"column": "conflicting", "max_value": 0}, "keys"),
@@ -141,12 +150,12 @@ def validate_features(staged: StagedFiles) -> DataReport:
         lines.append(
             {
                 "rule": rule.name,
-                "result": "passed" if passed else "FAILED",
+                "result": "passed" if passed else "warning" if rule.only_warns else "FAILED",
                 "columns": ", ".join(columns[:20]),
                 "rows": count,
             }
         )
-        if not passed:
+        if not passed and not rule.only_warns:
             failures += _explain(rule, columns, {row["feature"]: row for row in table}, keys, staged)
     lines.append({"rule": "quarantined", "result": "info", "columns": "", "rows": staged.quarantined_rows})
     if failures:
@@ -154,7 +163,8 @@ def validate_features(staged: StagedFiles) -> DataReport:
         more = f"\n  and {len(failures) - 30} more" if len(failures) > 30 else ""
         raise DataContractError(
             f"{len(failures)} checks failed over {staged.read_rows} rows in {len(staged.sources)} files:\n  {shown}{more}\n"
-            f"mend the source, or set bad rows aside with --config.on-bad-rows quarantine"
+            f"mend the source, or set bad rows aside with --config.on-bad-rows quarantine",
+            lines,
         )
     return DataReport(lines, docs)
 

@@ -65,6 +65,19 @@ def test_wrong_usage_exits_2_and_json_says_so(tokens, capfd):
     assert json.loads(capfd.readouterr().out)["exit_code"] == 2
 
 
+def test_ui_pages_ask_the_port_that_serves_them(monkeypatch, capfd):
+    import os
+
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append((command, dict(os.environ))))
+    monkeypatch.setenv("PREFECT_SERVER_UI_API_URL", "")
+    with pytest.raises(SystemExit):
+        main(["ui", "--port", "4321"])
+    command, environment = started[0]
+    assert command[-2:] == ["--port", "4321"]
+    assert environment["PREFECT_SERVER_UI_API_URL"] == "http://127.0.0.1:4321/api"
+
+
 def test_exit_codes_follow_the_kind_of_error():
     from models.checkpoint import CheckpointError
     from tasks.expectations import DataContractError

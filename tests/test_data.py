@@ -244,11 +244,6 @@ def null_key(tables, folder):
     return ("entity_id", "1 rows")
 
 
-def price_zero(tables, folder):
-    write(folder, spoilt(tables["AAA"], "price", {2: 0.0, 3: -1.0}, pa.float64()))
-    return ("price above zero", "2 rows")
-
-
 def static_changes(tables, folder):
     write(folder, spoilt(tables["AAA"], "static_001", {20: 5.0}))
     return ("static_001", "1 series")
@@ -271,7 +266,7 @@ def rows_ahead(tables, folder):
 
 FAULTS = (
     drop_column, wrong_type, types_differ, zones_differ, nested, null_typed, names_twice, zero_rows, zero_bytes, cut_short,
-    no_parquet, damaged_page, nan, nan_among_constants, infinities_and_nulls, overflow, null_key, price_zero,
+    no_parquet, damaged_page, nan, nan_among_constants, infinities_and_nulls, overflow, null_key,
     static_changes, exact_duplicates, conflicting_keys, rows_ahead,
 )  # fmt: skip
 
@@ -336,6 +331,12 @@ def test_validation_table_names_every_rule(clean, tmp_path):
     assert [line["rule"] for line in report.table] == [*(rule.name for rule in RULES), "quarantined"]
     assert all(line["result"] in {"passed", "info"} for line in report.table)
     assert list(Path(report.data_docs).rglob("index.html"))
+
+
+def test_prices_at_or_below_zero_are_a_warning_that_names_the_count(tables, tmp_path):
+    source = write(tmp_path / "s", spoilt(tables["AAA"], "price", {2: 0.0, 3: -1.0}, pa.float64()))
+    line = next(x for x in validate_features(stage(source, tmp_path)).table if x["rule"] == "price above zero")
+    assert line == {"rule": "price above zero", "result": "warning", "columns": "price", "rows": 2}
 
 
 def test_a_broken_engine_is_an_error_and_never_failed_data(clean, tmp_path, monkeypatch):

@@ -94,6 +94,14 @@ def test_returns_never_cross_a_series():
     assert float(returns[1]) == pytest.approx(np.log(series.price[2] / series.price[1]))
 
 
+def test_prices_that_are_not_above_zero_are_refused_by_series():
+    series = series_arrays({"AAA": 5, "BBB": 4})
+    price = series.price.copy()
+    price[6:8] = [0.0, -2.0]
+    with pytest.raises(ValueError, match="BBB: 2 of 4 prices"):
+        log_returns(dataclasses.replace(series, price=price))
+
+
 def test_feature_table_is_static_historical_future_and_scaled_by_train_rows():
     series = series_arrays({"AAA": 30})
     table = feature_table(series)

@@ -228,6 +228,10 @@ def test_refused_source_exits_3_names_column_and_count_and_leaves_the_store_empt
     assert name in err
     assert "1" in err
     assert not [p for p in store.rglob("*") if p.is_file() and not p.name.startswith(".")]
+    with get_client(sync_client=True) as client:
+        tables = [json.loads(a.data) for a in client.read_artifacts(limit=200) if a.key == "validation"]
+    failed = [line for table in tables for line in table if line["result"] == "FAILED"]
+    assert [(line["rule"], line["columns"], line["rows"]) for line in failed] == [("no NaN", name, 1)]
 
 
 def train_command(dataset, store, epochs):

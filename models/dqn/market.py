@@ -56,10 +56,15 @@ def feature_table(series: SeriesArrays) -> Tensor:
 
 
 def log_returns(series: SeriesArrays) -> Tensor:
-    """Log return from row t to t + 1, [N] float64; 0 on the last complete row of a series and after it."""
+    """Log return from row t to t + 1, [N] float64; 0 on the last complete row of a series and after it.
+
+    Raises ValueError naming the series whose price is not above zero: such a thing cannot be traded.
+    """
     out = np.zeros(len(series.price))
-    for first, rows in zip(series.offsets[:-1], series.history_rows, strict=True):
+    for name, first, rows in zip(series.names, series.offsets[:-1], series.history_rows, strict=True):
         price = series.price[first : first + rows]
+        if (wrong := int((price <= 0).sum())) > 0:
+            raise ValueError(f"series {name}: {wrong} of {rows} prices are not above zero; the DQN cannot trade it")
         out[first : first + rows - 1] = np.diff(np.log(price))
     return torch.from_numpy(out)
 
