@@ -14,7 +14,8 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.testing.utilities import prefect_test_harness
-from synthetic import DAY, START, write_market
+from synthetic import DAY, START, market_tables, write_market
+from test_data import cut_short, drop_column, nan, wrong_type, zero_rows
 
 from flows.__main__ import main
 from flows.ingest import ingest
@@ -232,6 +233,26 @@ def test_refused_source_exits_3_names_column_and_count_and_leaves_the_store_empt
         tables = [json.loads(a.data) for a in client.read_artifacts(limit=200) if a.key == "validation"]
     failed = [line for table in tables for line in table if line["result"] == "FAILED"]
     assert [(line["rule"], line["columns"], line["rows"]) for line in failed] == [("no NaN", name, 1)]
+
+
+SMALL = "".join(
+    f'{group} = {{ prefix = "{prefix}", count = {count} }}\n'
+    for group, prefix, count in (("static", "static_", 3), ("historical", "hist_", 20), ("future", "fut_", 4))
+)
+
+
+@pytest.mark.parametrize("fault", [drop_column, nan, wrong_type, zero_rows, cut_short], ids=lambda f: f.__name__)
+def test_every_kind_of_bad_file_exits_3_with_file_column_and_count(fault, tmp_path, capfd):
+    expected = fault(market_tables({"AAA": 40, "BBB": 30}, static=3, historical=20, future=4), tmp_path / "bad")
+    (tmp_path / "contract.toml").write_text(SMALL)
+    command = ["ingest", str(tmp_path / "bad"), "--store", (tmp_path / "store").as_uri()]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--contract", str(tmp_path / "contract.toml"), "--json"])
+    assert ended.value.code == 3
+    error = json.loads(capfd.readouterr().out)["error"]
+    for part in expected:
+        assert part in error
+    assert not (tmp_path / "store").exists()
 
 
 def train_command(dataset, store, epochs):
