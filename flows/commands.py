@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+from prefect.client.orchestration import get_client
 
 from flows.ingest import ingest
 from flows.pipeline import PipelineReport, pipeline
@@ -26,6 +29,20 @@ from tasks.storage import open_store
 def say(text: str) -> None:
     """One line for a person."""
     print(text, file=sys.stderr)
+
+
+def reach_prefect() -> None:
+    """Start Prefect's temporary server, or reach the user's own, before anything long begins.
+
+    A temporary server inherits a blocked SIGINT: Ctrl-C in a terminal goes to every process there, and without its server
+    the run could neither be recorded as ended nor end within a minute. It is stopped by SIGTERM when this process ends.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with get_client(sync_client=True) as client:
+            client.hello()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextlib.contextmanager
@@ -69,6 +86,7 @@ def run(
         dqn: How the trading agent learns.
         ingesting: How to ingest.
     """
+    reach_prefect()
     with local_storage(store) as uri:
         if source is None:
             from tasks.demo_features import write_demo_features
@@ -118,6 +136,7 @@ def train_tft(
         config: How to learn; --config FILE reads a TOML file.
         again: Train even when this dataset and configuration are trained already.
     """
+    reach_prefect()
     return retrain_tft(_dataset(dataset, source, store, contract), store, name, config, again)
 
 
@@ -142,6 +161,7 @@ def train_dqn(
         config: How to learn; --config FILE reads a TOML file.
         again: Train even when this dataset and configuration are trained already.
     """
+    reach_prefect()
     return retrain_dqn(_dataset(dataset, source, store, contract), store, name, config, again)
 
 

@@ -304,6 +304,31 @@ def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weigh
     assert finals["stopped"] == finals["whole"]
 
 
+def test_ctrl_c_saves_stops_everything_and_is_recorded(published, tmp_path):
+    """SIGINT to every process of the terminal: Prefect's temporary server must live until the run's end is recorded."""
+    store, report = published
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    environment |= {"FORECASTLE_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+    command = train_command(report.ingest.dataset, store, 2000)
+    command[command.index("stopped")] = "ctrl-c"
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if "epoch=3/2000" in line:
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    _, err = process.communicate(timeout=45)
+    text = "".join(seen) + err
+    assert process.returncode == 130, text
+    assert "Crashed" in text, "the run's end reached the server"
+    assert len([k for k in open_store(store).list("runs/") if "/interrupted/" in k]) == 2
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
 def test_ingest_of_the_same_rows_is_the_same_dataset(source, tmp_path):
     contract = str(source / "_contract.toml")
     first = ingest(str(source), (tmp_path / "one").as_uri(), contract)
