@@ -79,6 +79,89 @@ def test_folded_chunked_selection_equals_the_textbook_loop(variables):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
 
+def textbook_lstm(lstm, x_TD, hidden_D, cell_D):
+    """One LSTM layer cell by cell: outputs [T, D] and the last state."""
+    outputs = []
+    for x_D in x_TD:
+        gates = lstm.weight_ih_l0 @ x_D + lstm.bias_ih_l0 + lstm.weight_hh_l0 @ hidden_D + lstm.bias_hh_l0
+        enter, forget, new, leave = gates.chunk(4)
+        cell_D = torch.sigmoid(forget) * cell_D + torch.sigmoid(enter) * torch.tanh(new)
+        hidden_D = torch.sigmoid(leave) * torch.tanh(cell_D)
+        outputs.append(hidden_D)
+    return torch.stack(outputs), hidden_D, cell_D
+
+
+def textbook_grn(grn, x, context=None):
+    hidden = grn.first(x) if context is None else grn.first(x) + grn.context(context)
+    return grn.norm(x + functional.glu(grn.gate.linear(grn.second(functional.elu(hidden)))))
+
+
+def textbook_skip(skip, x, residual):
+    return skip.norm(residual + functional.glu(skip.gate.linear(x)))
+
+
+def textbook_forecast(net, static_V, history_TV, future_HV):
+    """Quantiles [H, Q] of one window, as in the paper: all T + H queries, a loop over heads, weights averaged."""
+    T, H = net.context, net.horizon
+
+    def encoded(selection, encoder, x_RV, context):
+        x_RD, _ = textbook_selection(selection, x_RV, context)
+        for layer in encoder.layers:
+            x_RD = textbook_grn(layer, x_RD)
+        return x_RD
+
+    static_D = encoded(net.static_selection, net.static_encoder, static_V[None], None)[0]
+    context = {name: textbook_grn(grn, static_D) for name, grn in net.static_context.items()}
+    history = encoded(net.historical_selection, net.historical_encoder, history_TV, context["selection"])
+    future = encoded(net.future_selection, net.future_encoder, future_HV, context["selection"])
+    past, hidden, cell = textbook_lstm(net.lstm_encoder, history, context["hidden"], context["cell"])
+    ahead, _, _ = textbook_lstm(net.lstm_decoder, future, hidden, cell)
+    temporal = textbook_skip(net.lstm_skip, torch.cat([past, ahead]), torch.cat([history, future]))
+    enriched = textbook_grn(net.enrichment, temporal, context["enrichment"])
+    attention, value = net.attention, net.attention.value(enriched)
+    size = value.shape[-1]
+    heads = []
+    for h in range(attention.heads):
+        mine = slice(h * size, (h + 1) * size)
+        scores = attention.query(enriched)[:, mine] @ attention.key(enriched)[:, mine].T / math.sqrt(size)
+        mask = torch.full((T + H, T + H), -math.inf, dtype=scores.dtype).triu(1)
+        heads.append(torch.softmax(scores + mask, -1) @ value)
+    attended = attention.out(sum(heads) / len(heads))
+    decoded = textbook_grn(net.position_wise, textbook_skip(net.attention_skip, attended, enriched))
+    heads_HQ = net.quantile_heads(textbook_skip(net.output_skip, decoded, temporal)[T:])
+    quantiles = [heads_HQ[:, 0]]
+    for q in range(1, heads_HQ.shape[1]):
+        quantiles.append(quantiles[-1] + functional.softplus(heads_HQ[:, q]))
+    return torch.stack(quantiles, 1)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", ["none", "full"])
+def test_network_equals_the_textbook_window_by_window(gradient_checkpointing):
+    c = config(dropout=0.0, gradient_checkpointing=gradient_checkpointing)
+    net = network(c).double()
+    (static, history, future), target = inputs(c, starts=2, dtype=torch.float64)
+
+    def both():
+        """Outputs and gradients of the network and of the textbook form."""
+        ours = net(static, history, future)
+        windows = [
+            textbook_forecast(net, static[s], history[s, k : k + c.context], future[s, k : k + c.horizon])
+            for s in range(2)
+            for k in range(3)
+        ]
+        theirs = torch.stack(windows).view_as(ours)
+        parameters = list(net.parameters())
+        gradients = [torch.autograd.grad(pinball(q, target, c.quantiles).mean(), parameters) for q in (ours, theirs)]
+        return (ours, *gradients[0]), (theirs, *gradients[1])
+
+    for found, wanted in zip(*both(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    if gradient_checkpointing == "none":  # planted: attention over rows shifted by one
+        net.attention.forward = lambda x, horizon: type(net.attention).forward(net.attention, x.roll(1, 1), horizon)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(*(side[0] for side in both()), rtol=1e-12, atol=1e-12)
+
+
 def test_windows_that_share_rows_equal_the_same_windows_fed_apart():
     c = config(dropout=0.0)
     net = network(c).double()
@@ -135,10 +218,13 @@ def test_gradient_checkpointing_leaves_gradients_equal(dropout):
     assert {"historical vsn", "static encoder", "historical encoder", "future encoder", "lstm", "attention"} <= set(full[3])
 
 
-def test_share_of_chunks_is_recomputed_with_equal_gradients():
-    plain, half = three_steps("none"), three_steps(0.5)
-    assert_equal_runs(plain, half)
-    assert plain[3]["historical vsn"] < half[3]["historical vsn"] < 2 * plain[3]["historical vsn"] + 1
+@pytest.mark.parametrize(("share", "again"), [(0.5, 1), (0.3, 1), (0.7, 1), (0.8, 2)])
+def test_share_of_chunks_is_recomputed_with_equal_gradients(share, again):
+    """Twenty variables are two chunks, of which round(2 x share) run again."""
+    plain, part = three_steps("none"), three_steps(share)
+    assert_equal_runs(plain, part)
+    assert (plain[3]["historical vsn"], part[3]["historical vsn"]) == (2, 2 + again)
+    assert part[3]["lstm"] == 2
 
 
 def test_planted_detach_is_caught(monkeypatch):
@@ -185,6 +271,7 @@ def test_dropout_keeps_the_mean_and_the_share():
     assert abs(float((out == 0).float().mean()) - 0.25) < 0.005
     assert abs(float(out.mean()) - 1) < 0.01
     assert layers.dropout(x, 0.25, False) is x
+    assert torch.isfinite(layers.dropout(x, 0.999, True)).all()
 
 
 def test_quantiles_never_cross_and_follow_static_features():
@@ -333,6 +420,23 @@ def test_series_never_seen_is_forecast_with_pooled_statistics_and_a_warning(capl
     static[0, 2] = 99
     fresh = dataclasses.replace(series, names=("NEWX", "BBB"), static=static)
     assert scaler.rows_of(fresh).tolist() == [2, 1]
-    assert "NEWX" in caplog.text
-    assert "static_002" in caplog.text
-    assert "99" in caplog.text
+    scaler.warn_unseen(series)
+    assert not caplog.text
+    scaler.warn_unseen(fresh)
+    assert "series NEWX was not in training" in caplog.text
+    assert "series NEWX: static_002 is 99" in caplog.text
+    caplog.clear()
+    scaler.warn_unseen(dataclasses.replace(series, static=static))
+    assert [r.getMessage() for r in caplog.records] == ["series AAA: static_002 is 99, a code never seen in training"]
+
+
+def test_ratio_of_a_target_that_is_not_above_zero_is_refused_by_series():
+    series = series_arrays({"AAA": 80, "BBB": 40})
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "auto")
+    target = series.target(None).copy()
+    scaler.check_ratio(series, target, np.arange(120))
+    target[115] = 0.0  # after the train block
+    with pytest.raises(ValueError, match=r"above zero.*: BBB$"):
+        scaler.check_ratio(series, target, np.arange(120))
+    ahead = dataclasses.replace(series, history_rows=np.array([80, 35]))
+    scaler.check_ratio(ahead, target, np.arange(120))  # a row to predict holds no target

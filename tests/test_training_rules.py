@@ -1,5 +1,6 @@
 """What both families promise of every run: which checkpoints, which weights, how it stops, exact resume."""
 
+import dataclasses
 import hashlib
 
 import numpy as np
@@ -149,6 +150,25 @@ def test_non_finite_loss_ends_with_the_last_good_epoch(family, epoch, monkeypatc
             assert torch.equal(value, good.weights.tensors[name]), name
 
 
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_tft_stop_after_a_non_finite_update_keeps_the_last_good_epoch(fault, monkeypatch):
+    """Asked to stop in the very epoch whose weights are spoilt: the final file holds good weights, under its true reason."""
+    good = Run("tft", epochs=1, checkpoint_every=1, final_weights="last")
+    calls, sound = [], models.tft.training.pinball
+
+    def loss(forecast, *arguments):
+        calls.append(1)
+        spoilt = forecast.sum() * float("nan") if fault == "loss" else (forecast.sum() * 0).sqrt()
+        return sound(forecast, *arguments) + (spoilt if len(calls) > 3 else 0.0)
+
+    monkeypatch.setattr(models.tft.training, "pinball", loss)
+    run = Run("tft", epochs=8, checkpoint_every=5, stop_requested=StopAfter(5))
+    assert run.names("tft") == ["tft_final_epoch1.safetensors"]
+    assert (run.result.stop_reason, run.result.epochs) == ("non_finite_loss", 1)
+    for name, value in network_of(run.weights).items():
+        assert torch.equal(value, good.weights.tensors[name]), name
+
+
 class StopAfter:
     """Asks to stop at the n-th look."""
 
@@ -228,6 +248,17 @@ def test_dqn_resume_is_refused_on_other_data():
         Run("dqn", series=other, resume=state)
 
 
+def test_tft_ratio_below_zero_is_refused_by_name_in_training_and_in_forecasts():
+    target = SERIES.targets.copy()
+    target[[200, 216]] = -1.0  # in the test block of AAA, the second one its last origin
+    sunk = dataclasses.replace(SERIES, targets=target)
+    with pytest.raises(ValueError, match=r"above zero.*: AAA$"):
+        Run("tft", series=sunk)
+    assert np.isfinite(Run("tft", series=sunk, anchor="difference").result.metrics["test"]["naive_pinball"])
+    with pytest.raises(ValueError, match=r"above zero.*: AAA$"):
+        models.tft.training.forecast(read_checkpoint_bytes(Run("tft").final, None), sunk)
+
+
 def test_tft_forecast_rebuilds_the_network_from_the_file():
     run = Run("tft")
     found = models.tft.training.forecast(read_checkpoint_bytes(run.final, None), SERIES)
@@ -243,3 +274,9 @@ def test_dqn_decides_for_every_series_and_position():
     for decision in found:
         assert set(decision.actions) == {"short", "flat", "long"}
         assert set(decision.actions.values()) <= {"sell", "hold", "buy"}
+
+
+def test_dqn_stopped_in_the_epoch_of_a_nan_loss_still_writes_its_final_file(monkeypatch):
+    poison(monkeypatch, "dqn", 1)
+    run = Run("dqn", stop_requested=StopAfter(4))
+    assert (run.result.stop_reason, run.files) == ("non_finite_loss", [(0, True)])

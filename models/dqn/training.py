@@ -96,14 +96,15 @@ class Learner:
         loss = self._full_loss() if config.backup == "full" else self._sampled_loss()
         self.optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.online.parameters(), config.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.online.parameters(), config.gradient_clip)
         self.optimizer.step()
         self.updates += 1
         if self.updates % config.target_update == 0:
             with torch.no_grad():
                 for theirs, ours in zip(self.target_network.parameters(), self.online.parameters(), strict=True):
                     theirs.lerp_(ours, config.target_tau) if config.target_tau < 1 else theirs.copy_(ours)
-        return loss.detach()
+        # A finite loss with a gradient that is not spoils the weights all the same
+        return torch.where(norm.isfinite(), loss.detach(), math.nan)
 
     def _next_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Online and target values [B, 3, 3] of the rows after `rows`; a truncated segment bootstraps from its last row."""
@@ -270,7 +271,7 @@ def train(
             in_epoch += 1
         loss_sum += float(losses)
         elapsed += time.perf_counter() - started
-        if stop_reason == "interrupted":
+        if stop_reason == "interrupted" and math.isfinite(loss_sum):
             break
         try:
             if not math.isfinite(loss_sum):

@@ -45,7 +45,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
         return x
     if x.device.type != "cpu":
         return functional.dropout(x, p)
-    cut = max(1, round(p * 256))
+    cut = min(255, max(1, round(p * 256)))
     words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
     keep = words.view(torch.uint8)[: x.numel()].view(x.shape) >= cut
     return x * keep * (256.0 / (256 - cut))

@@ -82,20 +82,30 @@ class Scaler:
         )  # fmt: skip
 
     def rows_of(self, series: SeriesArrays) -> NDArray[np.int64]:
-        """Row of the statistics for every series; warns of series and static codes that training never saw."""
-        unseen = [name for name in series.names if name not in self.names]
-        for name in unseen:
-            codes = series.static[series.names.index(name)]
-            odd = {
-                column: float(code)
-                for column, code, low, high in zip(
-                    series.contract.groups()["static"], codes, self.static_low, self.static_high, strict=True
-                )
-                if not low <= code <= high
-            }
-            logger.warning("series %s was not in training: pooled statistics are used; codes never seen: %s", name, odd)
+        """Row of the statistics for every series; the last, pooled row for series that training never saw."""
         place = {name: i for i, name in enumerate(self.names)}
         return np.array([place.get(name, len(self.names)) for name in series.names], np.int64)
+
+    def warn_unseen(self, series: SeriesArrays) -> None:
+        """Log the series that training never saw, and static codes outside the range that it saw."""
+        for name in series.names:
+            if name not in self.names:
+                logger.warning("series %s was not in training: pooled statistics are used", name)
+        columns = series.contract.groups()["static"]
+        for s, v in np.argwhere((series.static < self.static_low) | (series.static > self.static_high)):
+            logger.warning("series %s: %s is %g, a code never seen in training", series.names[s], columns[v], series.static[s, v])
+
+    def check_ratio(self, series: SeriesArrays, target: Floats, rows: NDArray[np.int64]) -> None:
+        """Raises ValueError naming the series when a log ratio cannot be taken of the target at one of the complete `rows`."""
+        if self.anchor != "ratio":
+            return
+        which = series.series_of_row[rows]
+        bad = which[(target[rows] <= 0) & (rows < (series.offsets[:-1] + series.history_rows)[which])]
+        if len(bad):
+            names = ", ".join(series.names[s] for s in np.unique(bad))
+            raise ValueError(
+                f"anchor ratio needs a target above zero, after the train block too: use difference or none: {names}"
+            )
 
     def inputs(self, batch: WindowBatch, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled static, historical and future inputs of a batch, float32; `rows` comes from `rows_of`."""

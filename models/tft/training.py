@@ -66,7 +66,8 @@ def train(
     """Train on the train block, choose by the validation block, report on the test block.
 
     Calls `on_checkpoint` after every `checkpoint_every` epochs and exactly once with `is_final`, however training ends.
-    Raises ValueError naming the series and their rows when none is long enough, KeyError for a target that is not there.
+    Raises ValueError naming the series when none is long enough or a ratio's target is not above zero, KeyError for a
+    target that is not there.
     """
     torch.manual_seed(config.seed)
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
@@ -81,6 +82,7 @@ def train(
             f"rows by series: {training.short_series}"
         )
     scaler = Scaler.fit(series, blocks["train"], target, config.anchor)
+    scaler.check_ratio(series, target, np.arange(len(target)))
     rows = scaler.rows_of(series)
     network = TemporalFusionTransformer(config, _sizes(series.contract)).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
@@ -142,16 +144,18 @@ def train(
             loss = train_loss(network, scaler, training, target, starts[in_epoch], rows, config, device)
             optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(network.parameters(), config.gradient_clip)
+            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), config.gradient_clip)
             optimizer.step()
-            losses += loss.detach().double()
+            # A finite loss with a gradient that is not spoils the weights all the same
+            losses += torch.where(norm.isfinite(), loss.detach().double(), math.nan)
             in_epoch += 1
         loss_sum += float(losses)
         elapsed += time.perf_counter() - started
-        if stop_reason == "interrupted":
+        finite = math.isfinite(loss_sum)
+        if finite and stop_reason == "interrupted":
             break
-        score = _validation_score(network, scaler, validation, target, config, device) if len(validation) else None
-        if not math.isfinite(loss_sum) or (score is not None and not math.isfinite(score)):
+        score = _validation_score(network, scaler, validation, target, config, device) if finite and len(validation) else None
+        if not finite or (score is not None and not math.isfinite(score)):
             logger.error("tft epoch %d: the loss is not finite; the weights of epoch %d are kept", epoch + 1, epoch)
             stop_reason = "non_finite_loss"
             break
@@ -216,7 +220,8 @@ class Forecast:
 
 def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     """One forecast per series from its last complete row with `horizon` rows ahead. Series too short are left out with a
-    warning. Raises CheckpointError when weights and config do not fit, ValueError on another contract."""
+    warning. Raises CheckpointError when weights and config do not fit, ValueError on another contract or when a ratio's
+    last value is not above zero."""
     config = TFTConfig.model_validate(snapshot.metadata["config"])
     trained = FeatureContract.model_validate(snapshot.metadata["contract"])
     if trained.features != series.contract.features:
@@ -230,9 +235,10 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
         logger.warning("too short to forecast from: %s", windows.short_series)
     if not len(windows):
         raise ValueError(f"no series has {config.context} complete rows and {config.horizon} rows ahead: {windows.short_series}")
+    scaler.warn_unseen(series)
     target, rows = series.target(config.target), scaler.rows_of(series)
-    starts = windows.sequential_starts(1)
-    batch = windows.batch(starts, 1)
+    batch = windows.batch(windows.sequential_starts(1), 1)
+    scaler.check_ratio(series, target, batch.origins[:, 0])
     with torch.no_grad():
         normalised = network(*scaler.inputs(batch, rows)).double().numpy()
     quantiles = scaler.restore(normalised, target[batch.origins], rows[batch.series])[:, 0]
