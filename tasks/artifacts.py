@@ -344,19 +344,22 @@ def decide_promotion(manifest: ModelManifest, store: ObjectStore, rule: str) -> 
 
 
 def promote(store: ObjectStore, model: str, number: int, *, rule: str, why: str) -> bool:
-    """Make a verified version the champion; False when it is already.
+    """Make a verified version the champion; False when it is already, or when its rule no longer holds: with `better`
+    and `always` the rule is asked again at every try, so that of two promoters at once none goes back silently.
 
     The history entry is written before the swap, under the sequence number that the swap will carry: a crash in
     between leaves an entry whose swap never happened, which the next promotion overtakes by taking the next number.
     The record inside the alias names the last one that did happen, so the true history is the chain of `previous`.
     """
-    verify(store, model, number)
+    manifest = verify(store, model, number)
     sha256 = digest(store.get(f"models/{model}/{number}/manifest.json")).sha256
     for _ in range(100):
         found = _champion(store, model)
         record: dict[str, Any] = found[0] if found else {"version": None, "sequence": 0}
         etag = found[1] if found else None
         if record["version"] == number:
+            return False
+        if rule in ("better", "always") and not decide_promotion(manifest, store, rule)[0]:
             return False
         sequence = int(record["sequence"]) + 1
         while True:

@@ -41,9 +41,11 @@ def _program() -> str:
 
 
 def _started_at(pid: int) -> str | None:
-    """The kernel's start time of a process, so that a recycled pid is never taken for ours."""
+    """The kernel's start time of a living process, so that a recycled pid is never taken for ours. None for a zombie:
+    it has ended, and another process than ours may be the one that must collect it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
     except (FileNotFoundError, ProcessLookupError):
         pass
     done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True)  # no /proc: macOS
@@ -187,19 +189,16 @@ def stop(home: Path) -> None:
     """Stop the server of this home and wait until it is gone; only its own process, the data stay."""
     pid = _owned_pid(home)
     if pid is not None:
-        os.kill(pid, signal.SIGTERM)
-        end = time.monotonic() + 20
-        while _owned_pid(home) is not None and not _reaped(pid):
-            if time.monotonic() > end:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+        for number, seconds in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+            end = time.monotonic() + seconds
+            while _owned_pid(home) is not None and time.monotonic() < end:
+                time.sleep(0.05)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)  # collected when it is our own child
+            if _owned_pid(home) is None:
+                break
+        else:
+            raise LocalS3Error(f"the local S3 server (pid {pid}) does not end; see {home / 'log'}")
     (home / "pid.json").unlink(missing_ok=True)
-
-
-def _reaped(pid: int) -> bool:
-    """Collect the process when it is our child and has ended; a zombie would look alive for ever."""
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return False

@@ -6,12 +6,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import ipaddress
 import os
 import re
-import tempfile
 import urllib.parse
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,9 +118,21 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self.folder / check_key(key)
 
+    @contextmanager
+    def _disk(self, key: str) -> Iterator[None]:
+        """What the operating system refuses becomes a StoreError; a missing file becomes ObjectMissing."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectMissing(f"no object {self.uri}/{key}") from error
+        except OSError as error:
+            raise StoreError(f"{self.uri}/{key}: {error.strerror}; check the folder's permissions and free space") from error
+
     def _temporary(self, folder: Path, data: bytes | Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".tmp-")
+        name = str(folder / f".tmp-{uuid.uuid4().hex}")
+        # Created with the mode the umask says: reading the umask means setting it, and other threads are writing too
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(descriptor, "wb") as out:
                 if isinstance(data, bytes):
@@ -130,12 +143,9 @@ class LocalStore:
                             out.write(block)
                 out.flush()
                 os.fsync(out.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(name, 0o666 & ~umask)
-        except OSError as error:
+        except BaseException:
             Path(name).unlink(missing_ok=True)
-            raise StoreError(f"{self.folder}: {error}") from error
+            raise
         return name
 
     def _sync(self, folder: Path) -> None:
@@ -146,32 +156,32 @@ class LocalStore:
             os.close(descriptor)
 
     def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        path = self._path(key)
-        temporary = self._temporary(path.parent, data)
-        try:
-            os.link(temporary, path)  # fails when the name exists: never replaces
-            self._sync(path.parent)
-            return True
-        except FileExistsError:
-            if digest(path) != digest(data):
-                raise StoreConflict(f"{self.uri}/{key} holds other bytes; an object is never overwritten") from None
-            return False
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        path, expected = self._path(key), digest(data)
+        with self._disk(key):
+            temporary = self._temporary(path.parent, data)
+            try:
+                os.link(temporary, path)  # fails when the name exists: never replaces
+                self._sync(path.parent)
+                return True
+            except FileExistsError:
+                if digest(path) != expected:
+                    raise StoreConflict(f"{self.uri}/{key} holds other bytes; an object is never overwritten") from None
+                return False
+            finally:
+                Path(temporary).unlink(missing_ok=True)
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         path = self._path(key)
-        try:
+        with self._disk(key):
             if limit is not None and (size := path.stat().st_size) > limit:
                 raise StoreError(f"{self.uri}/{key} has {size} bytes, more than the allowed {limit}")
             return path.read_bytes()
-        except FileNotFoundError as error:
-            raise ObjectMissing(f"no object {self.uri}/{key}") from error
 
     def head(self, key: str) -> ObjectInfo | None:
         try:
-            found = digest(self._path(key))
-        except FileNotFoundError:
+            with self._disk(key):
+                found = digest(self._path(key))
+        except ObjectMissing:
             return None
         return ObjectInfo(found.size, found.sha256, found.sha256)
 
@@ -187,23 +197,26 @@ class LocalStore:
 
     def swap(self, key: str, data: bytes, etag: str | None) -> bool:
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / f".lock-{path.name}").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            found = self.read_for_swap(key)
-            if (found[1] if found else None) != etag:
-                return False
-            os.replace(self._temporary(path.parent, data), path)
-            self._sync(path.parent)
-            return True
+        with self._disk(key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with (path.parent / f".lock-{path.name}").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found = self.read_for_swap(key)
+                if (found[1] if found else None) != etag:
+                    return False
+                os.replace(self._temporary(path.parent, data), path)
+                self._sync(path.parent)
+                return True
 
     def list(self, prefix: str) -> Iterator[str]:
-        start = self.folder / prefix.rpartition("/")[0]
+        above = prefix.rpartition("/")[0]
+        start = self.folder / (check_key(above) if above else "")
         found = (p for p in start.rglob("*") if p.is_file() and not p.name.startswith("."))
         yield from sorted(k for p in found if (k := p.relative_to(self.folder).as_posix()).startswith(prefix))
 
     def delete(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        with suppress(ObjectMissing), self._disk(key):
+            self._path(key).unlink()
 
 
 class S3Store:
@@ -219,8 +232,12 @@ class S3Store:
 
     def _explained(self, error: Exception, key: str) -> StoreError:
         """A StoreError that names the setting to change. Endpoint addresses stay, signed queries never appear."""
-        code = _code(error)
+        code = _code(error) or type(error).__name__
         hints = {
+            "NoCredentialsError": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+            "PartialCredentialsError": "set both AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            "ExpiredToken": "the credentials have expired: renew AWS_SESSION_TOKEN or the profile's login",
+            "NoRegionError": "set AWS_DEFAULT_REGION",
             "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID",
             "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY",
             "NoSuchBucket": f"make the bucket {self.bucket!r} or change the store's URI",
@@ -229,7 +246,7 @@ class S3Store:
             "InvalidRequest": "the endpoint refuses checksum headers: set AWS_REQUEST_CHECKSUM_CALCULATION=when_required",
         }
         hint = hints.get(code, "check AWS_ENDPOINT_URL_S3 and that the server runs")
-        return StoreError(f"{self.uri}/{key}: {code or type(error).__name__}; {hint}")
+        return StoreError(f"{self.uri}/{key}: {code}; {hint}")
 
     def put_if_absent(self, key: str, data: bytes | Path) -> bool:
         expected = digest(data)
@@ -275,8 +292,10 @@ class S3Store:
                 answer = self.client.get_object(Bucket=self.bucket, Key=self._key(key))
                 return answer["Body"].read(), str(answer["ETag"])  # the SDK does not retry a cut body
             except Exception as error:
-                if _code(error) in {"NoSuchKey", "404"}:
-                    raise ObjectMissing(f"no object {self.uri}/{key}") from error
+                if _code(error) in {"NoSuchKey", "404", "AccessDenied"}:
+                    # Who may not list is told 403 of a missing key: the two cannot be told apart
+                    denied = " (or no permission to read it)" if _code(error) == "AccessDenied" else ""
+                    raise ObjectMissing(f"no object {self.uri}/{key}{denied}") from error
                 if attempt == 3 or _code(error):
                     raise self._explained(error, key) from error
         raise AssertionError("unreachable")
@@ -286,6 +305,9 @@ class S3Store:
             answer = self.client.head_object(Bucket=self.bucket, Key=self._key(key))
         except Exception as error:
             if _code(error) in {"NoSuchKey", "404"}:
+                return None
+            # A HEAD's 403 has no body: a GET tells a wrong key (StoreError) from a missing object or permission
+            if _code(error) == "403" and self.read_for_swap(key) is None:
                 return None
             raise self._explained(error, key) from error
         return ObjectInfo(int(answer["ContentLength"]), answer["Metadata"].get("sha256"), str(answer["ETag"]))
@@ -347,27 +369,38 @@ def _code(error: Exception) -> str:
     return str(response.get("Error", {}).get("Code", ""))
 
 
+def _is_loopback(host: str) -> bool:
+    """Whether a host is this machine by its spelling; a name that merely starts with 127. is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _s3_client() -> Any:
     import boto3
     from botocore.config import Config
 
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        parts = urllib.parse.urlsplit(endpoint)
-        if parts.username or parts.password:
-            raise StoreError("AWS_ENDPOINT_URL_S3 holds a user or a password: keep credentials in the AWS chain")
-        loopback = parts.hostname in {"localhost", "::1"} or (parts.hostname or "").startswith("127.")
-        if parts.scheme == "http" and not loopback and os.environ.get("FORECASTLE_ALLOW_HTTP") != "1":
-            raise StoreError(f"{parts.hostname}: plain http only to this machine; use https, or FORECASTLE_ALLOW_HTTP=1")
-    config = Config(
-        retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=10, read_timeout=60,
-        s3={"addressing_style": "path"} if endpoint else {},
-    )  # fmt: skip
+    def client(style: str) -> Any:
+        return boto3.session.Session().client("s3", config=Config(
+            retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=10, read_timeout=60,
+            s3={"addressing_style": style},
+        ))  # fmt: skip
+
     try:
-        client = boto3.session.Session().client("s3", config=config)
+        found = client("auto")
+    except ValueError:  # its text holds the endpoint as it was written, a password in it too
+        raise StoreError("the S3 endpoint is no http(s) address: check AWS_ENDPOINT_URL_S3") from None
     except Exception as error:
         raise StoreError(f"no S3 client: {type(error).__name__}: {error}") from error
-    return client
+    # As the client resolved it: an endpoint may also stand in the AWS configuration file
+    parts = urllib.parse.urlsplit(found.meta.endpoint_url)
+    host = parts.hostname or ""
+    if parts.username or parts.password:
+        raise StoreError("the S3 endpoint holds a user or a password: keep credentials in the AWS chain")
+    if parts.scheme != "https" and not _is_loopback(host) and os.environ.get("FORECASTLE_ALLOW_HTTP") != "1":
+        raise StoreError(f"{host}: plain http only to this machine; use https, or FORECASTLE_ALLOW_HTTP=1")
+    return found if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else client("path")
 
 
 def open_store(uri: str) -> ObjectStore:

@@ -134,6 +134,16 @@ def test_a_crash_at_any_step_leaves_a_whole_version_or_none_and_a_second_try_fin
     assert hit >= 8, "every step was hit"
 
 
+def test_the_crash_test_catches_a_manifest_that_comes_too_early(store, folder):
+    """The planted fault of the test above: readers see a version whose files are not there."""
+    other = LocalStore(folder / "other")
+    whole = publish(other, trained(folder / "run"))
+    store.put_if_absent("models/dqn/1/manifest.json", other.get("models/dqn/1/manifest.json"))
+    with pytest.raises(ArtifactIntegrityError, match="not there"):
+        verify(store, "dqn", read_manifest(store, "dqn", 1).version)
+    assert whole.version == 1
+
+
 def test_of_two_claimers_one_trains_and_the_other_gets_its_result(store, folder):
     run, order = trained(folder / "run"), []
 
@@ -232,6 +242,16 @@ def test_promoters_at_once_leave_a_history_that_leads_to_the_champion(store, fol
     alias = json.loads(store.get("models/dqn/champion.json"))
     assert json.loads(store.get(f"models/dqn/history/{alias['sequence']}.json"))["to"] == alias["version"]
     verify(store, "dqn", alias["version"])
+
+
+@pytest.mark.parametrize(("rule", "first", "second"), [("better", 2, 1), ("always", 2, 1), ("better", 1, 2)])
+def test_of_two_versions_that_both_qualified_the_second_is_judged_again(store, folder, rule, first, second):
+    manifests = {n: publish(store, trained(folder / str(n), seed=n)) for n in (1, 2)}
+    assert all(decide_promotion(manifest, store, rule)[0] for manifest in manifests.values())
+    assert promote(store, "dqn", first, rule=rule, why="first")
+    assert not promote(store, "dqn", second, rule=rule, why="first")
+    assert champion_version(store, "dqn") == first
+    assert len(list(store.list("models/dqn/history/"))) == 1
 
 
 @pytest.mark.parametrize(

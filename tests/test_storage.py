@@ -1,12 +1,16 @@
 """One protocol, two stores: a folder and a real S3 server."""
 
 import os
+import stat
+import sys
 import threading
 
 import pytest
+from botocore.exceptions import ClientError
 
 from tasks.storage import (
     ArtifactIntegrityError,
+    LocalStore,
     ObjectMissing,
     S3Store,
     StoreConflict,
@@ -76,6 +80,20 @@ def test_of_eight_writers_one_creates_the_object(store, rounds):
         assert store.get(f"race/{n}") == b"%d" % results.index(True)
 
 
+def test_the_race_catches_a_store_that_looks_and_then_writes(tmp_path):
+    """The planted fault of the test above: nothing holds the name between the look and the write."""
+    together = threading.Barrier(8)
+
+    class LooksFirst(LocalStore):
+        def put_if_absent(self, key, data):
+            absent = self.head(key) is None
+            together.wait()
+            return absent
+
+    store = LooksFirst(tmp_path)
+    assert in_threads(8, lambda i: store.put_if_absent("x", b"%d" % i)).count(True) == 8
+
+
 @pytest.mark.parametrize("each", [4, pytest.param(25, marks=pytest.mark.slow)])
 def test_swaps_lose_no_increment(store, each):
     assert store.swap("counter", b"0", None)
@@ -121,6 +139,66 @@ def test_a_lost_answer_to_an_own_write_is_no_conflict(s3_server, monkeypatch):
         store.put_if_absent("x", b"other")
 
 
+def test_writing_threads_leave_the_umask_and_their_files_modes_alone(tmp_path):
+    store, interval, umask = LocalStore(tmp_path), sys.getswitchinterval(), os.umask(0o027)
+    sys.setswitchinterval(1e-6)  # 150 writes of 8 threads: reading the umask by setting it left some files at 0666
+    try:
+        in_threads(8, lambda i: [store.put_if_absent(f"u/{i}-{n}", b"x") for n in range(150)])
+    finally:
+        sys.setswitchinterval(interval)
+        after = os.umask(umask)
+    assert after == 0o027
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "u").iterdir()} == {0o640}
+
+
+def test_what_the_disk_refuses_is_a_store_error(tmp_path):
+    store = LocalStore(tmp_path)
+    store.put_if_absent("file", b"x")
+    for refused in (lambda: store.put_if_absent("file/x", b"x"), lambda: store.swap("file/x", b"x", None)):
+        with pytest.raises(StoreError, match="permissions and free space"):
+            refused()
+    assert store.head("file/x") is None
+    with pytest.raises(ObjectMissing):
+        store.get("file/x")
+    store.delete("file/x")
+    with pytest.raises(StoreError, match="no legal key"):
+        list(store.list("../"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        store.put_if_absent("y", tmp_path / "nowhere")
+
+
+class MayNotList:
+    """Amazon S3 to who may not list: 403 for every missing key, without a body on HEAD."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def head_object(self, **_):
+        raise ClientError({"Error": {"Code": "403"}}, "HeadObject")
+
+    def get_object(self, **_):
+        raise ClientError({"Error": {"Code": self.code}}, "GetObject")
+
+
+def test_a_missing_object_is_missing_also_to_who_may_not_list():
+    store = S3Store("b", client=MayNotList("AccessDenied"))
+    assert store.head("x") is None
+    assert store.read_for_swap("x") is None
+    with pytest.raises(ObjectMissing, match="or no permission"):
+        store.get("x", limit=9)
+    with pytest.raises(StoreError, match="AWS_SECRET_ACCESS_KEY"):
+        S3Store("b", client=MayNotList("SignatureDoesNotMatch")).head("x")
+
+
+def test_missing_credentials_are_named(monkeypatch, tmp_path):
+    nowhere = {name: str(tmp_path / "no") for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "HOME")}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("AWS_")} | nowhere
+    settings = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}
+    monkeypatch.setattr(os, "environ", environ | settings)
+    with pytest.raises(StoreError, match="set AWS_ACCESS_KEY_ID"):
+        open_store("s3://models").get("x")
+
+
 @pytest.mark.parametrize(
     ("change", "uri", "hint"),
     [
@@ -136,10 +214,19 @@ def test_a_wrong_setting_is_named(s3_server, monkeypatch, change, uri, hint):
         open_store(uri).put_if_absent("x/y", b"z")
 
 
-@pytest.mark.parametrize("endpoint", ["http://192.0.2.1:9000", "https://user:word@127.0.0.1:9000"])
-def test_endpoints_that_would_give_keys_away_are_refused(monkeypatch, endpoint):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    with pytest.raises(StoreError, match=r"plain http|user or a password") as refused:
+@pytest.mark.parametrize("place", ["environment", "configuration file"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://192.0.2.1:9000", "http://127.0.0.1.example.com", "https://user:word@127.0.0.1:9000", "user:word@host:9000"],
+)
+def test_endpoints_that_would_give_keys_away_are_refused(monkeypatch, tmp_path, endpoint, place):
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    if place == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    else:
+        (tmp_path / "config").write_text(f"[default]\nendpoint_url = {endpoint}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(StoreError, match=r"plain http|user or a password|no http") as refused:
         open_store("s3://models")
     assert "word" not in str(refused.value).replace("password", "")
 
