@@ -8,7 +8,7 @@ import json
 import os
 import re
 import struct
-import tempfile
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,18 +62,17 @@ def checkpoint_bytes(snapshot: Snapshot) -> bytes:
 def write_atomically(path: Path, data: bytes) -> None:
     """Put `data` at `path`: whole or not at all, on disk before this returns, readable as the umask says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+    # Created with the mode the umask says: reading the umask means setting it, for every thread
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -210,15 +210,19 @@ def _next_version(store: ObjectStore, model: str, key: str) -> int:
 def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelManifest:
     """Publish: files, each read back and compared, then the manifest, then the claim's record.
 
-    A second try after a crash at any point finishes the same version with the same bytes: report and manifest are
-    built once and kept under runs/<run_key>/. Raises ValueError for an interrupted run, StoreConflict on other bytes.
+    A second try after a crash at any point finishes the same version with the same bytes, even where training again came
+    to other bits: files are kept under runs/<run_key>/files/ by content before the one manifest that names them is built
+    there, and are published from there. Raises ValueError for an interrupted run, StoreConflict on other bytes.
     """
     if run.stop_reason == "interrupted":
         raise ValueError("an interrupted run is never published; run it again to continue")
     folder = Path(run.folder)
-    report = _once(store, f"runs/{run.run_key}/report.html", lambda: (folder / "report.html").read_bytes())
     files = {c.name: StoredFile(sha256=c.sha256, size=c.size) for c in run.checkpoints}
-    files["report.html"] = digest(report)
+    files["report.html"] = digest(folder / "report.html")
+    for name, file in files.items():
+        if digest(folder / name) != file:
+            raise ArtifactIntegrityError(f"{folder / name}: not the bytes that training wrote ({file.sha256})")
+        store.put_if_absent(kept_file(run.run_key, file, name), folder / name)
     final = next(c.name for c in run.checkpoints if c.is_final)
     manifest = ModelManifest(
         version=claim.version, files=files, final=final, code_version=code_version(),
@@ -229,14 +233,17 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
     place = f"models/{run.model}/{manifest.version}"
     for name, file in manifest.files.items():
         key = f"{place}/{name}"
-        content = report if name == "report.html" else (folder / name).read_bytes()
-        if digest(content) != file:
-            raise ArtifactIntegrityError(f"{folder / name}: not the bytes that training wrote ({file.sha256})")
-        store.put_if_absent(key, content)
+        kept = kept_file(run.run_key, file, name)
+        store.put_if_absent(key, _same(store.get(kept, limit=file.size), kept, file))
         _same(store.get(key, limit=file.size), key, file)
     store.put_if_absent(f"{place}/manifest.json", data)
     claim.published(manifest)
     return manifest
+
+
+def kept_file(key: str, file: StoredFile, name: str) -> str:
+    """Where a run keeps a file before it is published: by content, since another machine may come to other bits."""
+    return f"runs/{key}/files/{file.sha256[:16]}/{name}"
 
 
 def _once(store: ObjectStore, key: str, build: Callable[[], bytes]) -> bytes:

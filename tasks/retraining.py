@@ -101,6 +101,8 @@ def retrain(
     promoted, why = decide_promotion(manifest, opened, config.promotion)
     if promoted:
         promoted = promote(opened, model, manifest.version, rule=config.promotion, why=why)
+        if not promoted:  # another version was quicker: its rule decides now
+            why = decide_promotion(manifest, opened, config.promotion)[1]
     text = why if why == "champion already" else ("champion: " if promoted else "not promoted: ") + why
     logger.info("%s version %d %s", model, manifest.version, text)
     report = _report(manifest, opened, text, already_trained=already)

@@ -26,7 +26,7 @@ from models.config import RunConfig
 from models.manifest import Checkpoint, Dataset, ModelConfig, StoredFile
 from models.progress import EpochRow, TrainResult
 from tasks import forecastle_home
-from tasks.artifacts import TrainedRun, newest_resume, save_resume
+from tasks.artifacts import TrainedRun, kept_file, newest_resume, save_resume
 from tasks.report import show_training, write_report
 from tasks.series import load_series
 from tasks.storage import ObjectStore, open_store
@@ -225,8 +225,10 @@ def _train(
 
 
 def _place(key: str, checkpoint: Checkpoint) -> str:
-    """Where a run in progress keeps a file: by content, since another kind of machine may come to other bits."""
-    return f"runs/{key}/{'interrupted' if checkpoint.is_final else 'checkpoints'}/{checkpoint.sha256[:16]}/{checkpoint.name}"
+    """Where a run in progress keeps a file. The final file of an interrupted run is never published: it stands apart."""
+    file = StoredFile(sha256=checkpoint.sha256, size=checkpoint.size)
+    kept = kept_file(key, file, checkpoint.name)
+    return kept.replace("/files/", "/interrupted/") if checkpoint.is_final else kept
 
 
 @task(name="train-tft", task_run_name="train-tft[{model}]", cache_policy=NO_CACHE)

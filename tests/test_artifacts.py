@@ -144,6 +144,24 @@ def test_the_crash_test_catches_a_manifest_that_comes_too_early(store, folder):
     assert whole.version == 1
 
 
+@pytest.mark.parametrize("step", range(1, 14))
+def test_a_rerun_that_came_to_other_bits_still_publishes_one_whole_version(folder, step):
+    store = LocalStore(folder / "store")
+    first, other = trained(folder / "a"), trained(folder / "b", seed=1)
+    rerun = other.model_copy(update={"run_key": first.run_key, "config": first.config})
+    try:
+        with claim_run(CrashingStore(store, step, after=True), first.run_key, "dqn", beat_seconds=60) as claim:
+            publish_run(first, claim.store, claim)
+    except Crash:
+        pass
+    manifest = None
+    with claim_run(store, first.run_key, "dqn", poll_seconds=0.02, stale_seconds=0.1) as claim:
+        manifest = claim.manifest or publish_run(rerun, store, claim)
+    verify(store, "dqn", manifest.version)
+    whole = [{c.name: c.sha256 for c in run.checkpoints} for run in (first, rerun)]
+    assert {n: f.sha256 for n, f in manifest.files.items() if n != "report.html"} in whole, "files of one run, never mixed"
+
+
 def test_of_two_claimers_one_trains_and_the_other_gets_its_result(store, folder):
     run, order = trained(folder / "run"), []
 
