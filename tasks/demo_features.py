@@ -146,7 +146,7 @@ def future_features(timestamps: pd.Series) -> pd.DataFrame:
     """10 calendar columns, functions of the timestamp alone."""
     t = pd.DatetimeIndex(timestamps)
     turn = 2 * np.pi
-    hour, week, day, month = t.hour + t.minute / 60, t.dayofweek, t.day - 1, t.month - 1
+    hour, week, day, month = t.hour + t.minute / 60, t.day_of_week, t.day - 1, t.month - 1
     columns = {
         "hour_sin": np.sin(turn * hour / 24), "hour_cos": np.cos(turn * hour / 24),
         "weekday_sin": np.sin(turn * week / 7), "weekday_cos": np.cos(turn * week / 7),

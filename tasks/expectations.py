@@ -68,7 +68,7 @@ RULES: tuple[Rule, ...] = (
 def profile(staged: StagedFiles) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One dict per column (rows, nulls, nan, posinf, neginf, overflow, min, max, not_positive, changing) and one for
     the keys. DuckDB aggregates in one pass over the staged parts; non-finite values were counted by NumPy while
-    staging, and both must agree."""
+    staging, and both must agree. Parts that quarantine has cleaned must hold none."""
     import duckdb
     import pyarrow.dataset as ds
 
@@ -95,14 +95,12 @@ def profile(staged: StagedFiles) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             changing = {name: sum(bool(row[i]) for row in rows) for i, name in enumerate(sorted(static))}
         price = quoted[contract.price]
         not_positive = connection.sql(f"SELECT coalesce(sum(CAST({price} <= 0 AS INT)), 0) FROM staged").fetchall()[0][0]
-        disorder = connection.sql(
-            f"SELECT coalesce(sum(CAST(t < p AS INT)), 0) FROM (SELECT {time} t, lag({time}) OVER "
-            f"(PARTITION BY {entity} ORDER BY {time}) p FROM staged)"
-        ).fetchall()[0][0]
     finally:
         connection.close()
+    disorder = _disorder(staged)
     total = values[0]
     bad = {c: {k: sum(f.values()) for k, f in kinds.items()} for c, kinds in staged.bad_values.items()}
+    present_of = {contract.entity: values[1], contract.timestamp: values[2]}
     table = []
     for at, name in enumerate((contract.entity, contract.timestamp, *numeric)):
         counts = {kind: bad.get(name, {}).get(kind, 0) for kind in ("null", "nan", "posinf", "neginf", "overflow")}
@@ -114,17 +112,41 @@ def profile(staged: StagedFiles) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         if at >= 2:
             present, finite_count, low, high = values[3 + 4 * (at - 2) : 7 + 4 * (at - 2)]
             row |= {"min": float(low) if low is not None else 0.0, "max": float(high) if high is not None else 0.0}
-            counted = counts["nan"] + counts["posinf"] + counts["neginf"] + counts["overflow"]
-            if not staged.quarantined_rows and present - finite_count != counted:
+            present_of[name] = present
+            counted = 0 if staged.quarantined_rows else sum(counts.values()) - counts["null"]
+            if present - finite_count != counted:
                 raise ValidationEngineError(
                     f"column '{name}': DuckDB sees {present - finite_count} non-finite values, NumPy {counted}"
                 )
+        nulls = 0 if staged.quarantined_rows else counts["null"]
+        if not staged.future_rows and total - present_of[name] != nulls:
+            raise ValidationEngineError(f"column '{name}': DuckDB sees {total - present_of[name]} nulls, NumPy {nulls}")
         table.append(row)
     keys = {
         "exact_duplicates": staged.duplicates["exact"], "conflicting": staged.duplicates["conflicting"],
-        "disorder": int(disorder), "rows": total, "series": 0,
+        "disorder": disorder, "rows": total, "series": 0,
     }  # fmt: skip
     return table, keys
+
+
+def _disorder(staged: StagedFiles) -> int:
+    """Rows that stand after a later row of the same series, or after a series of a later name, in stored order."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    found, last = 0, None
+    for part in staged.parts:
+        with pq.ParquetFile(part) as file:
+            for batch in file.iter_batches(columns=[staged.contract.entity, staged.contract.timestamp]):
+                rows = pa.Table.from_batches([batch])
+                both = pa.concat_tables([last, rows]) if last else rows
+                last = rows.slice(rows.num_rows - 1)
+                entity, time = (both[n].combine_chunks() for n in (staged.contract.entity, staged.contract.timestamp))
+                same, back = pc.equal(entity[1:], entity[:-1]), pc.less(entity[1:], entity[:-1])
+                wrong = pc.or_kleene(back, pc.and_kleene(same, pc.less(time[1:], time[:-1])))
+                found += pc.sum(wrong).as_py() or 0
+    return found
 
 
 def validate_features(staged: StagedFiles) -> DataReport:
@@ -140,7 +162,7 @@ def validate_features(staged: StagedFiles) -> DataReport:
         judged_keys = {**keys, "exact_duplicates": 0, "conflicting": 0}
     else:
         judged, judged_keys = table, keys
-    results, docs = _run_suite(judged, judged_keys)
+    results, docs = _run_suite(judged, judged_keys, Path(staged.parts[0]).parent)
     lines: list[dict[str, Any]] = []
     failures: list[str] = []
     for rule, (passed, columns) in zip(RULES, results, strict=True):
@@ -188,8 +210,9 @@ def _explain(
     return out
 
 
-def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any]) -> tuple[list[tuple[bool, list[str]]], str]:
-    """Run RULES by Great Expectations: per rule whether it passed and which columns failed; the Data Docs folder."""
+def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any], folder: Path) -> tuple[list[tuple[bool, list[str]]], str]:
+    """Run RULES by Great Expectations: per rule whether it passed and which columns failed; the Data Docs, in `folder`,
+    go when the staged rows go."""
     import os
 
     os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
@@ -198,7 +221,7 @@ def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any]) -> tuple[list[
 
     gxe: Any = import_module("great_expectations.expectations")
 
-    root = Path(tempfile.mkdtemp(prefix="data-docs-"))
+    root = Path(tempfile.mkdtemp(prefix="data-docs-", dir=folder))
     context = gx.get_context(mode="file", project_root_dir=root)
     bars: Any = {"globally": False}
     context.variables.progress_bars = bars

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import urllib.parse
 from collections import Counter
@@ -20,17 +21,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models.config import IngestConfig
 from models.features import ContractError, FeatureContract, canonical_json
 from models.manifest import Dataset, StoredFile
 from tasks.artifacts import encode
 from tasks.expectations import DataContractError, DataReport
-from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, digest
+from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, StoreConflict, digest
 
 BATCH_ROWS = 16_384
-PART_ROWS = 1_000_000
+PART_ROWS = 250_000  # about 230 MB of 229 columns: a store hands over a part whole
 FILE, ROW = "__file", "__row"
 KINDS = ("null", "nan", "posinf", "neginf", "overflow")
 
@@ -70,7 +71,10 @@ def list_sources(source: str | Sequence[str]) -> list[Path]:
     elif root.is_file():
         found = [root]
     else:
-        found = sorted(Path(p) for p in glob.glob(source, recursive=True) if Path(p).is_file() and not _hidden(Path(p).name))
+        fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), root.parts))
+        matches = (Path(p) for p in glob.glob(source, recursive=True))
+        # Below the part that the pattern spells out: `**` walks into the _temporary of a dead Spark job
+        found = sorted(p for p in matches if p.is_file() and not any(map(_hidden, p.relative_to(fixed).parts)))
     if not found:
         raise DataContractError(f"{source}: no Parquet file there (names starting with '_' or '.' are skipped)")
     return found
@@ -174,10 +178,10 @@ def _rows_of(path: Path) -> int:
 # --- footers against the contract ----------------------------------------------------------------------------------
 
 
-def _hive(path: Path) -> dict[str, str]:
-    """Keys of hive folders, decoded: `entity_id=BRK%2FB` says entity_id is BRK/B."""
+def _hive(path: Path) -> dict[str, str | None]:
+    """Keys of hive folders, decoded: `entity_id=BRK%2FB` says entity_id is BRK/B; Hive has its own word for null."""
     parts = (urllib.parse.unquote(part).partition("=") for part in path.parent.parts if "=" in part)
-    return {name: value for name, _, value in parts}
+    return {name: None if value == "__HIVE_DEFAULT_PARTITION__" else value for name, _, value in parts}
 
 
 def _kind(column_type: pa.DataType) -> str:
@@ -210,7 +214,7 @@ def _check_columns(schemas: dict[Path, pa.Schema], contract: FeatureContract) ->
         twice = [n for n, c in Counter(name.lower() for name in schema.names).items() if c > 1]
         if twice:
             raise DataContractError(f"{path}: columns named twice (case does not count): {', '.join(twice)}; rename one")
-    names = {name for path, schema in schemas.items() for name in (*schema.names, *_hive(path))}
+    names = {name for schema in schemas.values() for name in schema.names}  # folders name the entity, never a feature
     try:
         resolved = contract.resolve(names)
     except ContractError as error:
@@ -398,22 +402,20 @@ def _duplicates(
         f"SELECT r.* FROM {_scan(raw)} r JOIN k ON r.{entity} = k.e AND r.{time} = k.t "
         f"ORDER BY r.{entity}, r.{time}, r.{FILE}, r.{ROW}"
     ).to_arrow_table()
-    counts = {"exact": 0, "conflicting": 0}
-    records = rows.drop_columns([FILE, ROW]).to_pylist()
-    keys = [(r[contract.entity], r[contract.timestamp]) for r in records]
-    groups: dict[Any, list[int]] = {}
-    for at, key in enumerate(keys):
-        groups.setdefault(key, []).append(at)
-    aside: list[int] = []
-    reasons: list[list[str]] = []
-    for members in groups.values():
-        same = all(repr(records[m]) == repr(records[members[0]]) for m in members)
-        counts["exact" if same else "conflicting"] += len(members) - 1 if same else len(members)
-        chosen = members[1:] if same else members
-        aside += chosen
-        reasons += [["exact duplicate" if same else "key with different rows"]] * len(chosen)
-    names = tuple(f"{e} {t:%Y-%m-%dT%H:%M:%S}Z" for e, t in groups)
-    return rows.take(pa.array(aside, pa.int64())), reasons, counts, names
+    # Equal codes are equal values, NaN and null included; a source given twice makes every row a duplicate
+    steady = {n: np.diff(rows[n].combine_chunks().dictionary_encode("encode").indices) == 0 for n in contract.columns}
+    first = np.ones(rows.num_rows, bool)
+    first[1:] = ~(steady[contract.entity] & steady[contract.timestamp])
+    differs = np.zeros(rows.num_rows, bool)
+    differs[1:] = ~first[1:] & ~np.logical_and.reduce(list(steady.values()))
+    group = np.cumsum(first) - 1
+    conflict = np.isin(group, group[differs])
+    aside = np.flatnonzero(conflict | ~first)
+    counts = {"exact": int((~conflict & ~first).sum()), "conflicting": int(conflict.sum())}
+    reasons = [["key with different rows" if c else "exact duplicate"] for c in conflict[aside]]
+    keys = rows.filter(pa.array(first)).select([contract.entity, contract.timestamp]).to_pydict()
+    names = tuple(f"{e} {t:%Y-%m-%dT%H:%M:%S}Z" for e, t in zip(*keys.values(), strict=True))
+    return rows.take(pa.array(aside)), reasons, counts, names
 
 
 def _write_sorted(
@@ -502,7 +504,7 @@ def write_dataset(staged: StagedFiles, report: DataReport, store: ObjectStore) -
     name, series, (first, last) = fingerprint(staged.parts, staged.contract)
     place = f"datasets/{name}"
     try:
-        dataset = Dataset.model_validate_json(store.get(f"{place}/dataset.json"))
+        dataset = _stored_dataset(store, place)
     except ObjectMissing:
         files: dict[str, StoredFile] = {}
         for number, part in enumerate(staged.parts):
@@ -517,9 +519,28 @@ def write_dataset(staged: StagedFiles, report: DataReport, store: ObjectStore) -
     _write_ingest(staged, report, store, name)
     try:
         store.put_if_absent(f"{place}/dataset.json", encode(dataset))
-    except Exception:
-        dataset = Dataset.model_validate_json(store.get(f"{place}/dataset.json"))  # written by another ingest meanwhile
+    except StoreConflict:
+        dataset = _stored_dataset(store, place)  # written by another ingest meanwhile
     return dataset, f"{store.uri.rstrip('/')}/{place}/dataset.json"
+
+
+def _stored_dataset(store: ObjectStore, place: str) -> Dataset:
+    """The dataset that stands there already. Raises ObjectMissing, and ArtifactIntegrityError unless every part is whole."""
+    try:
+        dataset = Dataset.model_validate_json(store.get(f"{place}/dataset.json"))
+    except ValidationError as error:
+        raise ArtifactIntegrityError(f"{store.uri}: {place}/dataset.json is none of this project: {error}") from error
+    if place != f"datasets/{dataset.fingerprint}":
+        raise ArtifactIntegrityError(f"{store.uri}: {place}/dataset.json holds the dataset {dataset.fingerprint}")
+    for name, stored in dataset.files.items():
+        found = store.head(f"{place}/{name}")
+        if found is None or found.size != stored.size or found.sha256 not in (stored.sha256, None):
+            what = "is missing" if found is None else "has other bytes"
+            raise ArtifactIntegrityError(
+                f"{store.uri}: {place}/{name} {what}, dataset.json expects sha256 {stored.sha256[:12]}; restore the part, "
+                f"or remove {place}/dataset.json and that part, and ingest again"
+            )
+    return dataset
 
 
 def _write_ingest(staged: StagedFiles, report: DataReport, store: ObjectStore, dataset: str) -> None:

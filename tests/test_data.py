@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from synthetic import market_tables, small_contract, write_market
+from synthetic import PREFIXES, market_tables, small_contract, write_market
 
 from models.config import IngestConfig
-from models.features import ContractError, FeatureContract
+from models.features import ColumnPrefix, ContractError, FeatureContract
 from tasks.artifacts import read_dataset
 from tasks.expectations import RULES, DataContractError, ValidationEngineError, profile, validate_features
+from tasks.parquet import fingerprint as rows_fingerprint
 from tasks.parquet import list_sources, stage_parquet, write_dataset
 from tasks.series import load_series, series_from_staged
 from tasks.storage import ArtifactIntegrityError, LocalStore
@@ -142,6 +144,32 @@ def test_globs_lists_and_single_files_are_sources(clean, tmp_path):
         list_sources(str(tmp_path / "nothing"))
 
 
+def test_a_pattern_does_not_walk_into_folders_left_by_a_dead_job(clean, tables, tmp_path):
+    write(clean / "_temporary" / "0", tables["AAA"])
+    write(clean / ".spark", tables["AAA"])
+    assert list_sources(str(clean / "**" / "*.parquet")) == list_sources(str(clean))
+    assert len(list_sources(str(clean / "_temporary" / "*" / "*.parquet"))) == 1  # asked for by name
+
+
+def test_folders_above_the_source_are_no_columns(tables, tmp_path):
+    source = write(tmp_path / "target_run=3" / "hist_x=1", tables["AAA"])
+    groups = {"static": 3, "historical": 20, "future": 4}
+    prefixes = {g: ColumnPrefix(prefix=p, count=groups[g]) for g, p in PREFIXES.items()}
+    assert ingest(source, tmp_path, contract=FeatureContract(**prefixes))[0].contract.target_names == ("target",)
+
+
+def test_fingerprint_tells_a_changed_bit_a_swap_of_columns_and_another_name(clean, tables, tmp_path):
+    table = tables["AAA"]
+    bit = table["hist_003"].to_numpy().copy()
+    bit.view(np.int32)[7] ^= 1
+    swapped = replaced(replaced(table, "hist_003", table["hist_004"]), "hist_004", table["hist_003"])
+    renamed = replaced(table, "entity_id", pa.array(["AAB"] * 40))
+    changed = [table, replaced(table, "hist_003", pa.array(bit)), swapped, renamed]
+    staged = [stage(write(tmp_path / str(i), t), tmp_path / f"out{i}") for i, t in enumerate(changed)]
+    prints = {rows_fingerprint(s.parts, CONTRACT)[0] for s in staged}
+    assert len(prints) == len(changed)
+
+
 # --- refused -------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +287,11 @@ def conflicting_keys(tables, folder):
     return ("one row per key: 2 rows", "1 keys", "AAA 2010-01-04")
 
 
+def hive_null_key(tables, folder):
+    write(folder / "entity_id=__HIVE_DEFAULT_PARTITION__", tables["AAA"].drop_columns(["entity_id"]))
+    return ("nulls: column 'entity_id' has 40 rows", "part-0.parquet")
+
+
 def rows_ahead(tables, folder):
     write(folder, market_tables({"AAA": 30}, **SMALL, future_rows=5)["AAA"])
     return ("part-0.parquet", "5 rows from row 30", "predict")
@@ -267,7 +300,7 @@ def rows_ahead(tables, folder):
 FAULTS = (
     drop_column, wrong_type, types_differ, zones_differ, nested, null_typed, names_twice, zero_rows, zero_bytes, cut_short,
     no_parquet, damaged_page, nan, nan_among_constants, infinities_and_nulls, overflow, null_key,
-    static_changes, exact_duplicates, conflicting_keys, rows_ahead,
+    static_changes, exact_duplicates, conflicting_keys, hive_null_key, rows_ahead,
 )  # fmt: skip
 
 
@@ -295,6 +328,23 @@ def test_quarantine_sets_bad_rows_aside_with_their_reason_and_loses_none(fault, 
     assert table.num_rows == staged.quarantined_rows
     assert all(table["reasons"].to_pylist())
     assert set(table["source_file"].to_pylist()) <= set(staged.sources)
+
+
+def test_duplicates_are_told_apart_by_value_with_null_equal_to_null_and_nan_to_nan(tables, tmp_path):
+    odd = spoilt(tables["AAA"], "hist_004", {3: float("nan"), 4: None})
+    other = spoilt(odd.slice(10, 1), "hist_000", {0: 9.0})
+    source = write(tmp_path / "s", odd, odd.slice(3, 3), odd.slice(4, 1), other, odd.slice(10, 1))
+    staged = stage(source, tmp_path)
+    assert staged.duplicates == {"exact": 4, "conflicting": 3}
+    assert len(staged.duplicate_keys) == 4
+
+
+def test_a_large_source_given_twice_is_refused_in_seconds(tmp_path):
+    table = market_tables({"AAA": 30_000}, **SMALL)["AAA"]
+    source = write(tmp_path / "s", table, table)
+    started = time.process_time()
+    assert stage(source, tmp_path).duplicates == {"exact": 30_000, "conflicting": 0}
+    assert time.process_time() - started < 5
 
 
 def test_unknown_column_names_are_refused_with_the_way_out(tmp_path):
@@ -331,6 +381,30 @@ def test_validation_table_names_every_rule(clean, tmp_path):
     assert [line["rule"] for line in report.table] == [*(rule.name for rule in RULES), "quarantined"]
     assert all(line["result"] in {"passed", "info"} for line in report.table)
     assert list(Path(report.data_docs).rglob("index.html"))
+    assert Path(report.data_docs).is_relative_to(tmp_path)  # gone with the staged rows
+
+
+def rewritten(staged, change):
+    (part,) = staged.parts
+    pq.write_table(change(pq.read_table(part)), part)
+    return staged
+
+
+def test_staged_rows_out_of_order_are_caught(clean, tmp_path):
+    staged = stage(clean, tmp_path)
+    with pytest.raises(DataContractError, match="rising time per series: 1 rows"):  # two bars of one series
+        validate_features(rewritten(staged, lambda t: t.take(pa.array([1, 0, *range(2, 70)]))))
+    with pytest.raises(DataContractError, match="rising time per series: 1 rows"):  # two series
+        validate_features(rewritten(stage(clean, tmp_path / "b"), lambda t: t.take(pa.array([*range(40, 70), *range(40)]))))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+@pytest.mark.parametrize("bad", ["refuse", "quarantine"])
+def test_bad_values_that_staging_has_not_counted_stop_the_gate(value, bad, tables, tmp_path):
+    nan(tables, tmp_path / "s")
+    staged = stage(tmp_path / "s", tmp_path, bad=bad)
+    with pytest.raises(ValidationEngineError, match="hist_005"):
+        validate_features(rewritten(staged, lambda t: spoilt(t, "hist_005", {6: value})))
 
 
 def test_prices_at_or_below_zero_are_a_warning_that_names_the_count(tables, tmp_path):
@@ -377,6 +451,20 @@ def test_damaged_cache_is_filled_again_and_damaged_parts_are_refused(clean, tmp_
     part.write_bytes(bytes(data))
     with pytest.raises(ArtifactIntegrityError, match="expected"):
         load_series(dataset, uri, tmp_path / "other cache")
+
+
+@pytest.mark.parametrize("damage", ["lost", "changed"])
+def test_a_dataset_with_a_lost_or_changed_part_is_not_taken_for_whole(clean, tmp_path, damage):
+    dataset, _, staged = ingest(clean, tmp_path)
+    part = tmp_path / "store" / "datasets" / dataset.fingerprint / next(iter(dataset.files))
+    report, store = validate_features(staged), LocalStore(tmp_path / "store")
+    assert write_dataset(staged, report, store)[0] == dataset
+    if damage == "lost":
+        part.unlink()
+    else:
+        part.write_bytes(part.read_bytes()[::-1])
+    with pytest.raises(ArtifactIntegrityError, match=part.name):
+        write_dataset(staged, report, store)
 
 
 def test_rows_ahead_end_a_series_to_predict_from(tmp_path):
