@@ -38,15 +38,17 @@ def load_series(dataset: Dataset, dataset_uri: str, cache: Path) -> SeriesArrays
         parts = [Path(temporary) / name for name in sorted(dataset.files)]
         for path in parts:
             store.download(f"{place}/{path.name}", path, dataset.files[path.name])
-        series = _read(parts, dataset.contract, dataset.rows, future_rows=0)
-        if dict(zip(series.names, np.diff(series.offsets).tolist(), strict=True)) != dataset.series:
-            raise ArtifactIntegrityError(f"{dataset_uri}: the parts hold other series than dataset.json says")
         filled = Path(temporary) / "arrays"
         filled.mkdir()
+        series = _read(parts, dataset.contract, dataset.rows, future_rows=0, folder=filled)
+        if dict(zip(series.names, np.diff(series.offsets).tolist(), strict=True)) != dataset.series:
+            raise ArtifactIntegrityError(f"{dataset_uri}: the parts hold other series than dataset.json says")
         sizes: dict[str, Any] = {}
         for name in ARRAYS:
-            np.save(filled / f"{name}.npy", getattr(series, name), allow_pickle=False)
-            sizes[name] = digest(filled / f"{name}.npy").model_dump()
+            path = filled / f"{name}.npy"
+            if not path.exists():
+                np.save(path, getattr(series, name), allow_pickle=False)
+            sizes[name] = digest(path).model_dump()
         (filled / "names.json").write_text(canonical_json({"names": series.names, "files": sizes}))
         try:
             os.rename(filled, folder)  # whole or not at all; another process may have been quicker
@@ -80,13 +82,21 @@ def series_from_staged(staged: StagedFiles) -> SeriesArrays:
     return _read(staged.parts, staged.contract, staged.rows, staged.future_rows)
 
 
-def _read(parts: Sequence[Path | str], contract: FeatureContract, rows: int, future_rows: int) -> SeriesArrays:
+def _read(
+    parts: Sequence[Path | str], contract: FeatureContract, rows: int, future_rows: int, folder: Path | None = None
+) -> SeriesArrays:
+    """The rows of the parts. With a folder, arrays as long as the rows are files in it, so memory does not grow with them."""
+
+    def array(name: str, dtype: type, *width: int) -> Any:
+        if folder is None or 0 in width:
+            return np.empty((rows, *width), dtype)
+        return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (rows, *width))
+
     groups = contract.groups()
-    timestamps = np.empty(rows, np.int64)
-    price = np.empty(rows, np.float64)
-    targets = np.empty((rows, len(contract.target_names)), np.float64)
-    historical = np.empty((rows, len(groups["historical"])), np.float32)
-    future = np.empty((rows, len(groups["future"])), np.float32)
+    timestamps, price = array("timestamps", np.int64), array("price", np.float64)
+    targets = array("targets", np.float64, len(contract.target_names))
+    historical = array("historical", np.float32, len(groups["historical"]))
+    future = array("future", np.float32, len(groups["future"]))
     ahead = np.zeros(rows, bool)
     names: list[str] = []
     offsets: list[int] = []

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tasks.artifacts import read_dataset
 from tasks.expectations import RULES, DataContractError, ValidationEngineError, profile, validate_features
 from tasks.parquet import fingerprint as rows_fingerprint
 from tasks.parquet import list_sources, stage_parquet, write_dataset
-from tasks.series import load_series, series_from_staged
+from tasks.series import _read, load_series, series_from_staged
 from tasks.storage import ArtifactIntegrityError, LocalStore
 
 SMALL = {"static": 3, "historical": 20, "future": 4}
@@ -465,6 +466,21 @@ def test_a_dataset_with_a_lost_or_changed_part_is_not_taken_for_whole(clean, tmp
         part.write_bytes(part.read_bytes()[::-1])
     with pytest.raises(ArtifactIntegrityError, match=part.name):
         write_dataset(staged, report, store)
+
+
+def test_memory_of_filling_the_cache_does_not_grow_with_the_rows(tmp_path):
+    peaks = []
+    for rows in (70_000, 280_000):
+        table = market_tables({"AAA": rows}, **SMALL)["AAA"].select(CONTRACT.columns)
+        pq.write_table(table, tmp_path / "part.parquet", use_dictionary=False, write_page_checksum=True)
+        (folder := tmp_path / str(rows)).mkdir()
+        for target in (folder, None):
+            tracemalloc.start()
+            series = _read([tmp_path / "part.parquet"], CONTRACT, rows, 0, target)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+            assert np.array_equal(series.historical[:, 3], table["hist_003"].to_numpy())
+    assert peaks[2] - peaks[0] < (peaks[3] - peaks[1]) / 5  # in memory it grows by the arrays
 
 
 def test_rows_ahead_end_a_series_to_predict_from(tmp_path):
