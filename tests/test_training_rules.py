@@ -280,3 +280,17 @@ def test_dqn_stopped_in_the_epoch_of_a_nan_loss_still_writes_its_final_file(monk
     poison(monkeypatch, "dqn", 1)
     run = Run("dqn", stop_requested=StopAfter(4))
     assert (run.result.stop_reason, run.files) == ("non_finite_loss", [(0, True)])
+
+
+@both
+def test_a_report_that_raises_does_not_cost_the_final_file(family, monkeypatch):
+    def broken(*arguments, **options):
+        raise AssertionError("a bug or a leak")
+
+    monkeypatch.setitem(TRAINERS[family].__globals__, "_final_report" if family == "dqn" else "block_metrics", broken)
+    files = []
+    with pytest.raises(AssertionError, match="leak"):
+        TRAINERS[family](
+            CONFIGS[family], SERIES, on_epoch=lambda row: None, on_checkpoint=lambda n, final, *rest: files.append((n, final))
+        )
+    assert files == [(3, True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from models.config import RunConfig
 
@@ -34,3 +34,10 @@ class DQNConfig(RunConfig):
     epsilon_decay_updates: int = Field(400, ge=1, description="Updates over which epsilon falls.")
     gradient_clip: float = Field(10.0, gt=0, description="Largest gradient norm.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay; 0 is Adam.")
+
+    @model_validator(mode="after")
+    def _replay_holds_a_batch(self) -> DQNConfig:
+        least = max(self.batch_size, self.num_envs)
+        if self.backup == "sampled" and self.replay_size < least:
+            raise ValueError(f"replay_size is {self.replay_size}, less than batch_size or num_envs ({least})")
+        return self

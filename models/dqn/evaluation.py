@@ -67,15 +67,29 @@ def constant(returns: Floats, position: int, fee: float, fill: str) -> Floats:
     return net
 
 
-def block_bootstrap(net: Floats, *, seed: int, draws: int = 1000, level: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean per bar: circular blocks of about n^(1/3) bars (Politis & Romano 1992)."""
-    n = len(net)
+def _by_time(values: Floats, times: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Sum and number of values at every time stamp, in rising time."""
+    place = np.unique(times, return_inverse=True)[1]
+    return np.bincount(place, values).astype(np.float64), np.bincount(place).astype(np.float64)
+
+
+def block_bootstrap(
+    net: Floats, times: NDArray[np.int64], *, seed: int, draws: int = 1000, level: float = 0.95
+) -> tuple[float, float]:
+    """Confidence interval of the mean per bar: circular blocks of about n^(1/3) of the n time stamps (Politis & Romano
+    1992). All series of a time stamp are drawn together: they move together, so drawing them apart makes it too narrow."""
+    sums, counts = _by_time(net, times)
+    n = len(sums)
     if n < 2:
         return (float("-inf"), float("inf"))
     length = max(1, round(n ** (1 / 3)))
     starts = np.random.default_rng(seed).integers(0, n, (draws, -(-n // length)))
-    sums = np.cumsum(np.concatenate([[0.0], net, net[:length]]))
-    means = (sums[starts + length] - sums[starts]).sum(1) / (starts.shape[1] * length)
+
+    def drawn(values: Floats) -> Floats:
+        running = np.cumsum(np.concatenate([[0.0], values, values[:length]]))
+        return np.asarray((running[starts + length] - running[starts]).sum(1))
+
+    means = drawn(sums) / drawn(counts)
     tail = (1 - level) / 2
     return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))
 
@@ -90,17 +104,19 @@ def _ratio(mean: float, deviation: float, per_year: float) -> float:
 
 
 def evaluate(
-    best_actions: Sequence[NDArray[np.int64]], returns: Sequence[Floats], targets: NDArray[np.int64],
-    *, fee: float, fill: Literal["close", "next"], bars_per_year: float, seed: int,
+    best_actions: Sequence[NDArray[np.int64]], returns: Sequence[Floats], times: Sequence[NDArray[np.int64]],
+    targets: NDArray[np.int64], *, fee: float, fill: Literal["close", "next"], bars_per_year: float, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Metrics of a policy over segments. Log returns are summed over segments; ratios are annualised by `bars_per_year`
-    (bars per calendar year of the data). `fraction_of_optimum` above 1 raises: it proves a bug or a leak."""
+    (bars per calendar year of the data). `times` tells which bars of different series are the same moment.
+    `fraction_of_optimum` above 1 raises: it proves a bug or a leak."""
     paths = [roll_out(a, r, targets, fee, fill) for a, r in zip(best_actions, returns, strict=True)]
     optima = [optimum(r, targets, fee, fill) for r in returns]
     net = np.concatenate([p.net for p in paths]) if paths else np.zeros(0)
     gross = np.concatenate([p.gross for p in paths]) if paths else np.zeros(0)
     position = np.concatenate([p.position for p in paths]) if paths else np.zeros(0, np.int64)
     changes = np.concatenate([p.changes for p in paths]) if paths else np.zeros(0, np.int64)
+    when = np.concatenate(times) if paths else np.zeros(0, np.int64)
     n = len(net)
     best = float(sum(p.net.sum() for p in optima))
     total = float(net.sum())
@@ -112,7 +128,8 @@ def evaluate(
         [0.0, hold] if targets[FLAT, 0] == FLAT else [0.0, hold, float(sum(constant(r, -1, fee, fill).sum() for r in returns))]
     )
     downside = float(np.sqrt(np.mean(np.minimum(net, 0.0) ** 2))) if n else 0.0
-    low, high = block_bootstrap(net, seed=seed)
+    low, high = block_bootstrap(net, when, seed=seed)
+    moments = _by_time(gross, when)[0]
     active = position != 0
     return {
         "bars": n,
@@ -121,7 +138,7 @@ def evaluate(
         "net_return_per_bar_low": low if np.isfinite(low) else None,
         "net_return_per_bar_high": high if np.isfinite(high) else None,
         "gross_return": float(gross.sum()),
-        "gross_t": float(gross.mean() / (gross.std(ddof=1) / np.sqrt(n))) if n > 1 and gross.std() > 0 else 0.0,
+        "gross_t": _ratio(float(moments.mean()), float(moments.std(ddof=1)), len(moments)) if len(moments) > 1 else 0.0,
         "sharpe": _ratio(float(net.mean()), float(net.std()), bars_per_year) if n else 0.0,
         "sortino": _ratio(float(net.mean()), downside, bars_per_year) if n else 0.0,
         "max_drawdown": max((_drawdown(p.net) for p in paths), default=0.0),
@@ -144,16 +161,18 @@ def equity_curves(
     targets: NDArray[np.int64],
     fee: float,
     fill: str,
-) -> dict[str, list[float]]:
-    """Summed log return of agent, buy-and-hold and optimum over the segments one after the other, at most 500 points."""
+) -> dict[str, Any]:
+    """`equity`: summed log return of agent, buy-and-hold and optimum over the segments one after the other;
+    `positions`: the agent's. At most 500 points, the first and the last bar among them."""
+    paths = [roll_out(a, r, targets, fee, fill) for a, r in zip(best_actions, returns, strict=True)]
+    bars = sum(len(p.net) for p in paths)
+    at = np.linspace(0, bars - 1, min(bars, 500)).round().astype(np.int64)
     curves = {
-        "agent": [roll_out(a, r, targets, fee, fill).net for a, r in zip(best_actions, returns, strict=True)],
+        "agent": [p.net for p in paths],
         "buy_and_hold": [constant(r, 1, fee, fill) for r in returns],
         "optimum": [optimum(r, targets, fee, fill).net for r in returns],
     }
-    out = {}
-    for name, parts in curves.items():
-        curve = np.cumsum(np.concatenate(parts)) if parts else np.zeros(0)
-        every = max(1, -(-len(curve) // 500))
-        out[name] = [float(x) for x in curve[::every]]
-    return out
+    return {
+        "equity": {name: np.cumsum(np.concatenate([*parts, []]))[at].tolist() for name, parts in curves.items()},
+        "positions": np.concatenate([*(p.position for p in paths), np.zeros(0, np.int64)])[at].tolist(),
+    }

@@ -183,15 +183,16 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 @dataclass
 class _Blocks:
-    """A block's log returns by segment, for evaluation."""
+    """A block's log returns and their time stamps by segment, for evaluation."""
 
     rows: NDArray[np.int64]
     returns: list[NDArray[np.float64]]
+    times: list[NDArray[np.int64]]
 
 
-def _block(rows: NDArray[np.int64], returns: Tensor) -> _Blocks:
-    numbers = returns.numpy()
-    return _Blocks(rows, [numbers[a : b - 1] for a, b in rows if b - a >= 2])
+def _block(rows: NDArray[np.int64], returns: Tensor, timestamps: NDArray[np.int64]) -> _Blocks:
+    numbers, bars = returns.numpy(), [slice(a, b - 1) for a, b in rows if b - a >= 2]
+    return _Blocks(rows, [numbers[bar] for bar in bars], [timestamps[bar] for bar in bars])
 
 
 def train(
@@ -222,7 +223,7 @@ def train(
     scale = reward_scale_of(returns, blocks["train"])
     digest = table_digest(series)
     learner = Learner(config, table, returns, segments, scale, device)
-    validation, test = _block(blocks["val"], returns), _block(blocks["test"], returns)
+    validation, test = (_block(rows, returns, series.timestamps) for rows in (blocks["val"], blocks["test"]))
     per_year = _bars_per_year(series)
 
     best, history = BestEpoch(), []
@@ -285,8 +286,8 @@ def train(
         score, values = None, {"epsilon": epsilon_at(learner.updates, config)}
         if actions:
             found = evaluate(
-                actions, validation.returns, learner.env.targets.numpy(), fee=config.fee, fill=config.fill,
-                bars_per_year=per_year, seed=config.seed,
+                actions, validation.returns, validation.times, learner.env.targets.numpy(), fee=config.fee,
+                fill=config.fill, bars_per_year=per_year, seed=config.seed,
             )  # fmt: skip
             score = found["net_return_per_bar"]
             values |= {"val_net_return": found["net_return"], "val_fraction_of_optimum": found["fraction_of_optimum"]}
@@ -310,8 +311,9 @@ def train(
         return TrainResult(epoch, stop_reason, best.epoch, "last", tuple(history), {}, {})
     final = best_weights if use_best else last_weights
     learner.online.load_state_dict(final)
-    metrics, report = _final_report(learner, test, config, per_year, best)
+    # Before the report: whatever that may raise, the final file exists
     on_checkpoint(epoch, True, weights(final, which, stop_reason), None)
+    metrics, report = _final_report(learner, test, config, per_year, best)
     return TrainResult(epoch, stop_reason, best.epoch, "best" if use_best else "last", tuple(history), metrics, report)
 
 
@@ -331,19 +333,19 @@ def _bars_per_year(series: SeriesArrays) -> float:
 def _final_report(
     learner: Learner, test: _Blocks, config: DQNConfig, per_year: float, best: BestEpoch
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metrics of the test block under both fills, the verdict, and the equity curves."""
+    """Metrics of the test block under both fills, the verdict, equity curves and positions."""
     targets = learner.env.targets.numpy()
     actions = learner.best_actions(test.rows)
     metrics: dict[str, Any] = {"validation_score": best.score}
     fills: tuple[Any, ...] = ("close", "next")
     for fill in fills:
         metrics[f"test_fill_{fill}"] = evaluate(
-            actions, test.returns, targets, fee=config.fee, fill=fill, bars_per_year=per_year, seed=config.seed
+            actions, test.returns, test.times, targets, fee=config.fee, fill=fill, bars_per_year=per_year, seed=config.seed
         )
     lows = [metrics[f"test_fill_{fill}"]["net_return_per_bar_low"] for fill in fills]
     metrics["beats_flat"] = all(low is not None and low > 0 for low in lows)
     metrics["verdict"] = "beats flat" if metrics["beats_flat"] else "does not beat flat"
-    return metrics, {"equity": equity_curves(actions, test.returns, targets, config.fee, config.fill)}
+    return metrics, equity_curves(actions, test.returns, targets, config.fee, config.fill)
 
 
 @dataclass(frozen=True)

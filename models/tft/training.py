@@ -179,6 +179,8 @@ def train(
     use_best = config.final_weights == "best" and best.epoch is not None and stop_reason != "non_finite_loss"
     final = best_weights if use_best else last_weights
     network.load_state_dict(final)
+    # Before the report: whatever that may raise, the final file exists
+    on_checkpoint(epoch, True, weights(final, "best" if use_best else "last", stop_reason), None)
     metrics: dict[str, Any] = {
         "validation_score": best.score, "anchor": scaler.anchor, "short_series": training.short_series,
         "windows": {"train": len(training), "val": len(validation), "test": len(test)},
@@ -191,7 +193,6 @@ def train(
             if name == "test":
                 report["samples"] = samples(found, series)
                 report["importance"] = importance(network, scaler, windows, device)
-    on_checkpoint(epoch, True, weights(final, "best" if use_best else "last", stop_reason), None)
     return TrainResult(epoch, stop_reason, best.epoch, "best" if use_best else "last", tuple(history), metrics, report)
 
 
