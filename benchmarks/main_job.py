@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from benchmarks import show
 
 TARGETS: dict[str, tuple[str, float]] = {"run_s": ("<=", 480.0), "again_s": ("<=", 180.0)}
 QUICK = ["--config.epochs", "1", "--config.updates-per-epoch", "10"]
@@ -41,8 +42,8 @@ def stage(arguments: list[str], environment: dict[str, str]) -> tuple[dict[str, 
     return json.loads(done.stdout), seconds, int(peak.split()[1]) / 1024
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """The benchmark's one JSON object."""
+def measure(quick: bool) -> dict[str, float]:
+    """The benchmark's figures."""
     with tempfile.TemporaryDirectory(prefix="main-job-") as folder:
         home = Path(folder)
         store = (home / "store").as_uri()
@@ -68,15 +69,7 @@ def measure(quick: bool) -> dict[str, Any]:
     figures = {"run_s": sum(s for _, s, _ in rows), "again_s": again, "peak_mib": max(p for *_, p in rows)}
     for name, seconds, peak in rows:
         print(f"{name:15} {seconds:8.1f} s {peak:8.0f} MiB", file=sys.stderr)
-    met = all(figures[k] <= bound for k, (_, bound) in TARGETS.items())
-    names = ("torch", "prefect", "duckdb", "pyarrow", "great-expectations", "numpy")
-    return {
-        "name": "main_job",
-        "figures": {k: round(v, 1) for k, v in figures.items()},
-        "targets": {k: list(v) for k, v in TARGETS.items()},
-        "met": met,
-        "versions": {"python": sys.version.split()[0], **{n: version(n) for n in names}},
-    }
+    return figures
 
 
 def main() -> None:
@@ -84,12 +77,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = measure(options.quick)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result["figures"].items():
-            print(f"{key:10} {value}")
+    packages = ("torch", "prefect", "duckdb", "pyarrow", "great-expectations", "numpy")
+    show("main_job", measure(options.quick), TARGETS, packages, options.json)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import socket
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from synthetic import series_arrays
 from torch.nn import functional
 
 import models.tft.layers as layers
+import models.tft.selection as selection
 from models.config import Split
 from models.tft.config import TFTConfig
 from models.tft.evaluation import forecast_block
-from models.tft.layers import Recompute, VariableSelection
+from models.tft.layers import Recompute
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.scaling import Scaler
+from models.tft.selection import VariableSelection, WeightedGRNs
 from models.windows import WindowDataset, block_rows
 
 SIZES = (3, 20, 4)
@@ -64,19 +67,32 @@ def textbook_selection(vsn, x_RV, context_RD):
     return out, weights
 
 
-@pytest.mark.parametrize("variables", [1, 15, 40])
-def test_folded_chunked_selection_equals_the_textbook_loop(variables):
+def spread(module):
+    """The module with every parameter moved from where it starts: a LayerNorm's ones and zeros hide faults."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+@pytest.mark.parametrize("variables", [1, 3, 40])
+@pytest.mark.parametrize("setting", ["none", "full", 0.4])
+def test_folded_chunked_selection_equals_the_textbook_loop(variables, setting):
     torch.manual_seed(0)
-    vsn = VariableSelection(variables, 8, 0.0, context=True).double()
-    x, context = torch.randn(30, variables, dtype=torch.float64), torch.randn(30, 8, dtype=torch.float64)
-    ours, weights = vsn(x, context, Recompute("none"), "historical")
+    vsn = spread(VariableSelection(variables, 8, 0.0, context=True).double())
+    x = torch.randn(30, variables, dtype=torch.float64, requires_grad=True)
+    context = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    ours, weights = vsn(x, context, Recompute(setting), "historical")
     theirs, expected = textbook_selection(vsn, x, context)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
-    aim = torch.randn_like(ours)
-    gradients = torch.autograd.grad((ours * aim).sum(), list(vsn.parameters()))
-    for found, wanted in zip(gradients, torch.autograd.grad((theirs * aim).sum(), list(vsn.parameters())), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    aim, leaves = torch.randn_like(ours), [x, context, *vsn.parameters()]
+    gradients = torch.autograd.grad((ours * aim).sum(), leaves)
+    for found, wanted in zip(gradients, torch.autograd.grad((theirs * aim).sum(), leaves), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        again, _ = vsn(x, context, Recompute(setting), "historical")
+    assert torch.equal(again, ours)
 
 
 def textbook_lstm(lstm, x_TD, hidden_D, cell_D):
@@ -215,15 +231,23 @@ def test_gradient_checkpointing_leaves_gradients_equal(dropout):
     plain, full = three_steps("none", dropout), three_steps("full", dropout)
     assert_equal_runs(plain, full)
     assert_ran_twice(plain, full)
-    assert {"historical vsn", "static encoder", "historical encoder", "future encoder", "lstm", "attention"} <= set(full[3])
+    assert {
+        "historical vsn",
+        "historical weights",
+        "static encoder",
+        "historical encoder",
+        "future encoder",
+        "lstm",
+        "attention",
+    } <= set(full[3])
 
 
-@pytest.mark.parametrize(("share", "again"), [(0.5, 1), (0.3, 1), (0.7, 1), (0.8, 2)])
+@pytest.mark.parametrize(("share", "again"), [(0.5, 4), (0.3, 2), (0.7, 5), (0.99, 7)])
 def test_share_of_chunks_is_recomputed_with_equal_gradients(share, again):
-    """Twenty variables are two chunks, of which round(2 x share) run again."""
+    """Twenty variables are seven chunks, of which round(7 x share) run again."""
     plain, part = three_steps("none"), three_steps(share)
     assert_equal_runs(plain, part)
-    assert (plain[3]["historical vsn"], part[3]["historical vsn"]) == (2, 2 + again)
+    assert (plain[3]["historical vsn"], part[3]["historical vsn"]) == (7, 7 + again)
     assert part[3]["lstm"] == 2
 
 
@@ -251,6 +275,98 @@ def test_planted_private_mask_generator_is_caught(monkeypatch):
     private.manual_seed(3)
     with pytest.raises(AssertionError):
         assert_equal_runs(plain, three_steps("full"))
+
+
+def test_planted_second_mask_in_recomputation_is_caught(monkeypatch):
+    plain, sound = three_steps("none"), selection._Chunk.run
+
+    def fresh(self, keep, kept, scratch):
+        masked = keep if kept is not scratch or not keep.numel() else keep.roll(1, -1)
+        return sound(self, masked, kept, scratch)
+
+    monkeypatch.setattr(selection._Chunk, "run", fresh)
+    with pytest.raises(AssertionError):
+        assert_equal_runs(plain, three_steps("full"))
+
+
+def test_selection_gradients_agree_with_finite_differences():
+    torch.manual_seed(0)
+    shapes = [(4, 5), (4, 5), (4, 3), (4, 3), (4, 3, 3), (4, 3), (4, 3, 6), (4, 6), (4, 3), (4, 3), (4, 3), (4, 3)]
+    x = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *t: WeightedGRNs.apply(Recompute(0.5), "any", 0.0, *t), x)
+
+
+def test_gradients_of_gradients_are_refused_by_name():
+    c = config(dropout=0.0)
+    net = network(c)
+    x, target = inputs(c)
+    loss = pinball(net(*x), target, c.quantiles).mean()
+    first = torch.autograd.grad(loss, net.historical_selection.second_weight, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("setting", ["full", 0.5])
+def test_gradient_checkpointing_is_exact_in_mixed_precision_and_for_inputs_in_evaluation(setting):
+    def run(setting, autocast, training):
+        c = config(gradient_checkpointing=setting)
+        net = network(c).train(training)
+        x, target = inputs(c)
+        x = [t.requires_grad_() for t in x]
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            forecast = net(*x)
+        loss = pinball(forecast.float(), target, c.quantiles).mean()
+        return loss.detach(), torch.autograd.grad(loss, [*x, *net.parameters()])
+
+    for autocast in (False, True):
+        for training in (False, True):
+            (plain, expected), (loss, found) = run("none", autocast, training), run(setting, autocast, training)
+            assert torch.equal(plain, loss)
+            for a, b in zip(expected, found, strict=True):
+                assert torch.equal(a, b)
+                assert a.abs().sum() > 0
+    exact, low = run("none", False, False), run("none", True, False)
+    assert not torch.equal(exact[0], low[0])
+    torch.testing.assert_close(low[0], exact[0], rtol=0.02, atol=0.0)
+    everything = [torch.cat([g.flatten() for g in side[1]]) for side in (exact, low)]
+    assert torch.nn.functional.cosine_similarity(*everything, dim=0) > 0.995
+
+
+def _ddp_gradients(rank, port, setting, out):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    c = config(gradient_checkpointing=setting, dropout=0.0)
+    net = network(c)
+    x, target = inputs(c)
+    mine = slice(2 * rank, 2 * rank + 2)
+    shared = torch.nn.parallel.DistributedDataParallel(net)
+    pinball(shared(*(t[mine] for t in x)), target[mine], c.quantiles).mean().backward()
+    if rank == 0:
+        out.put({name: p.grad.numpy() for name, p in net.named_parameters()})
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("setting", ["none", "full"])
+def test_two_processes_come_to_the_gradients_of_one(setting):
+    c = config(gradient_checkpointing=setting, dropout=0.0)
+    net = network(c)
+    x, target = inputs(c)
+    pinball(net(*x), target, c.quantiles).mean().backward()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    out = context.Queue()
+    processes = [context.Process(target=_ddp_gradients, args=(rank, port, setting, out)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = out.get(timeout=120)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(torch.from_numpy(found[name]), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_every_parameter_gets_a_finite_gradient_that_is_somewhere_not_zero():

@@ -32,14 +32,22 @@ class TFTConfig(RunConfig):
     learning_rate: float = Field(1e-3, gt=0, description="AdamW step size.")
     weight_decay: float = Field(1e-4, ge=0, description="AdamW weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
-    gradient_checkpointing: Literal["none", "full"] | Annotated[float, Field(ge=0, le=1)] = Field(
-        "none", description="Recompute activations in backward: none, full, or the share of variable chunks."
+    gradient_checkpointing: Literal["none", "full", "auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
+        "none",
+        description="Recompute activations in backward: none, full, a share of the variable chunks, auto (memory_budget).",
+    )
+    memory_budget: str | None = Field(
+        None,
+        pattern=r"^\d+(\.\d+)? ?[KMGT]i?B$",
+        description="With auto: the most that an update may take, like 4GiB.",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> TFTConfig:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}")
+        if (self.gradient_checkpointing == "auto") != (self.memory_budget is not None):
+            raise ValueError("gradient_checkpointing auto and memory_budget go together: give both or neither")
         if any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False)):
             raise ValueError(f"quantiles must rise: {self.quantiles}")
         return self

@@ -16,8 +16,9 @@ from models.tft.layers import (
     GatedSkip,
     InterpretableAttention,
     Recompute,
-    VariableSelection,
+    full_precision,
 )
+from models.tft.selection import VariableSelection
 
 
 class Interpretation(NamedTuple):
@@ -125,6 +126,9 @@ class TemporalFusionTransformer(nn.Module):
         return quantiles_BHQ.view(S, K, H, -1), interpretation
 
     def _recur(self, history_BTD: Tensor, future_BHD: Tensor, hidden_BD: Tensor, cell_BD: Tensor) -> Tensor:
-        encoded, state = self.lstm_encoder(history_BTD, (hidden_BD.unsqueeze(0), cell_BD.unsqueeze(0)))
-        decoded, _ = self.lstm_decoder(future_BHD, state)
+        # In full precision under autocast too: not every CPU has a bf16 LSTM
+        with full_precision(history_BTD):
+            state = tuple(x.to(history_BTD.dtype).unsqueeze(0) for x in (hidden_BD, cell_BD))
+            encoded, state = self.lstm_encoder(history_BTD, state)
+            decoded, _ = self.lstm_decoder(future_BHD.to(history_BTD.dtype), state)
         return torch.cat([encoded, decoded], 1)

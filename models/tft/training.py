@@ -4,6 +4,7 @@ in `train`."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -17,13 +18,15 @@ from torch import Tensor
 
 from models.checkpoint import CheckpointError, Snapshot, load_weights
 from models.features import FeatureContract
+from models.memory import LeakGuard, PeakMemory, out_of_memory, steady_heap
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
 from models.tft.config import TFTConfig
 from models.tft.evaluation import block_metrics, forecast_block, importance, pinball_numpy, samples
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
+from models.tft.plan import fitting_plan
 from models.tft.scaling import Floats, Scaler
-from models.windows import SeriesArrays, WindowDataset, block_rows, last_windows
+from models.windows import SeriesArrays, WindowBatch, WindowDataset, block_rows, last_windows
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +44,75 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
+@dataclass
+class Updates:
+    """Makes the gradients of a batch of window starts, `micro_batch` starts at a time: what memory holds then does not
+    depend on the batch. Halves `micro_batch` when memory runs out all the same."""
+
+    network: TemporalFusionTransformer
+    scaler: Scaler
+    windows: WindowDataset
+    target: Floats
+    config: TFTConfig
+    device: str
+    micro_batch: int
+    halvings: int = 0
+
+    def gradients(self, starts: NDArray[np.int64]) -> Tensor:
+        """Adds the gradients of the mean pinball loss (normalised units, masked windows do not count) and returns that loss.
+
+        Out of memory: the pass starts again from the same random state with half the starts at a time. Raises the
+        allocator's error when one start is too much.
+        """
+        state = torch.get_rng_state(), torch.cuda.get_rng_state() if self.device == "cuda" else None
+        while True:
+            try:
+                return self._pass(starts)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or self.micro_batch == 1:
+                    raise
+                said = str(error).splitlines()[0]
+            # Out here the error is gone, and with its traceback every tensor of the pass that failed
+            self.network.zero_grad(set_to_none=True)
+            gc.collect()
+            if state[1] is not None:
+                torch.cuda.empty_cache()
+                torch.cuda.set_rng_state(state[1])
+            torch.set_rng_state(state[0])
+            self.micro_batch = (self.micro_batch + 1) // 2
+            self.halvings += 1
+            logger.warning("out of memory (%s): from now on %d window starts at a time", said, self.micro_batch)
+
+    def _pass(self, starts: NDArray[np.int64]) -> Tensor:
+        batches = [
+            self.windows.batch(starts[i : i + self.micro_batch], self.config.windows_per_start)
+            for i in range(0, len(starts), self.micro_batch)
+        ]
+        terms = sum(batch.windows for batch in batches) * self.config.horizon * len(self.config.quantiles)
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            # The sum over all windows of the whole batch: a mean of means is wrong when the last part is smaller
+            loss = train_loss(self.network, self.scaler, self.windows, self.target, batch, self.config, self.device) / terms
+            torch.autograd.backward(loss)
+            total += loss.detach()
+        return total
+
+
 def train_loss(
-    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, starts: NDArray[np.int64],
-    rows: NDArray[np.int64], config: TFTConfig, device: str,
+    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, batch: WindowBatch,
+    config: TFTConfig, device: str,
 ) -> Tensor:  # fmt: skip
-    """Mean pinball loss, in normalised units, of the windows from `starts` on; masked windows do not count."""
-    batch = windows.batch(starts, config.windows_per_start)
-    inputs = (t.to(device) for t in scaler.inputs(batch, rows))
+    """Summed pinball loss, in normalised units, of the batch's windows; masked windows do not count."""
+    rows = scaler.rows_of(windows.series)
     aim = scaler.normalise(target[windows.target_rows(batch)], target[batch.origins], rows[batch.series])
-    loss = pinball(network(*inputs), torch.from_numpy(aim.astype(np.float32)).to(device), config.quantiles)
-    counted = torch.from_numpy(batch.valid).to(device)[:, :, None, None]
-    return (loss * counted).sum() / (batch.windows * config.horizon * len(config.quantiles))
+    inputs = [to_device(t, device) for t in scaler.inputs(batch, rows)]
+    wanted, counted = (to_device(torch.from_numpy(x), device) for x in (aim.astype(np.float32), batch.valid))
+    return (pinball(network(*inputs), wanted, config.quantiles) * counted[:, :, None, None]).sum()
+
+
+def to_device(tensor: Tensor, device: str) -> Tensor:
+    """The tensor on the device; to a GPU from pinned memory, so that the copy does not wait."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def train(
@@ -66,10 +127,17 @@ def train(
     """Train on the train block, choose by the validation block, report on the test block.
 
     Calls `on_checkpoint` after every `checkpoint_every` epochs and exactly once with `is_final`, however training ends.
-    Raises ValueError naming the series when none is long enough or a ratio's target is not above zero, KeyError for a
-    target that is not there.
+    Raises ValueError naming the series when none is long enough or a ratio's target is not above zero, or with the numbers
+    when `memory_budget` is too small; KeyError for a target that is not there.
     """
-    torch.manual_seed(config.seed)
+    with steady_heap():
+        return _train(config, series, on_epoch, on_checkpoint, stop_requested, resume)
+
+
+def _train(
+    config: TFTConfig, series: SeriesArrays, on_epoch: OnEpoch, on_checkpoint: OnCheckpoint, stop_requested: StopRequested,
+    resume: Snapshot | None,
+) -> TrainResult:  # fmt: skip
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     target = series.target(config.target)
     blocks = block_rows(series, config.split, series.contract.lookback_bars + config.horizon)
@@ -83,12 +151,17 @@ def train(
         )
     scaler = Scaler.fit(series, blocks["train"], target, config.anchor)
     scaler.check_ratio(series, target, np.arange(len(target)))
-    rows = scaler.rows_of(series)
+    memory = fitting_plan(config, _sizes(series.contract))
+    peak_memory = PeakMemory(device)
+    torch.manual_seed(config.seed)
     network = TemporalFusionTransformer(config, _sizes(series.contract)).to(device)
+    network.recompute.share = memory.share
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
     if not len(validation):
         logger.warning("no validation windows after the purge gap: no early stopping, the last epoch's weights are kept")
 
+    updates = Updates(network, scaler, training, target, config, device, memory.starts)
+    leak_guard = LeakGuard(device)
     best, history = BestEpoch(), []
     epoch, in_epoch, loss_sum, elapsed = 0, 0, 0.0, 0.0
     best_weights = last_weights = _copy(network)
@@ -101,8 +174,11 @@ def train(
             moments.setdefault(int(index), {})[field] = value.clone()
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng.torch"])
+        if device == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"])
         best, history = BestEpoch(**meta["best"]), [EpochRow(**row) for row in meta["history"]]
         epoch, in_epoch, loss_sum, elapsed = meta["epoch"], meta["in_epoch"], meta["loss_sum"], meta["elapsed"]
+        updates.micro_batch, updates.halvings = meta["micro_batch"], meta["halvings"]
         best_weights, last_weights = _part(tensors, "best."), _part(tensors, "last.")
 
     def weights(tensors: dict[str, Tensor], which: str, stop_reason: str | None) -> Snapshot:
@@ -115,11 +191,14 @@ def train(
 
     def resume_state() -> Snapshot:
         tensors = {f"network.{k}": v for k, v in _copy(network).items()} | {"rng.torch": torch.get_rng_state()}
+        if device == "cuda":  # dropout masks come from there
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
         for index, values in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value).clone() for name, value in values.items()}
         tensors |= {f"best.{k}": v for k, v in best_weights.items()} | {f"last.{k}": v for k, v in last_weights.items()}
         metadata = {
             "epoch": epoch, "in_epoch": in_epoch, "update": epoch * config.updates_per_epoch + in_epoch,
+            "micro_batch": updates.micro_batch, "halvings": updates.halvings,
             "loss_sum": loss_sum, "elapsed": elapsed, "best": asdict(best), "history": [asdict(row) for row in history],
         }  # fmt: skip
         return Snapshot(tensors, metadata)
@@ -141,13 +220,12 @@ def train(
             if stop_requested():
                 stop_reason = "interrupted"
                 break
-            loss = train_loss(network, scaler, training, target, starts[in_epoch], rows, config, device)
-            optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(loss)
+            optimizer.zero_grad(set_to_none=True)  # before the pass: the old gradients need not stand beside its activations
+            loss = updates.gradients(starts[in_epoch])
             norm = torch.nn.utils.clip_grad_norm_(network.parameters(), config.gradient_clip)
             optimizer.step()
             # A finite loss with a gradient that is not spoils the weights all the same
-            losses += torch.where(norm.isfinite(), loss.detach().double(), math.nan)
+            losses += torch.where(norm.isfinite(), loss.double(), math.nan)
             in_epoch += 1
         loss_sum += float(losses)
         elapsed += time.perf_counter() - started
@@ -167,6 +245,7 @@ def train(
             best_weights = last_weights
         in_epoch, loss_sum, elapsed = 0, 0.0, 0.0
         on_epoch(row)
+        leak_guard()
         if epoch % config.checkpoint_every == 0:
             on_checkpoint(epoch, False, weights(last_weights, "last", None), resume_state())
         if score is not None and best.exhausted(config.early_stopping):
@@ -176,6 +255,7 @@ def train(
     if stop_reason == "interrupted":
         on_checkpoint(epoch, True, weights(_copy(network), "last", stop_reason), resume_state())
         return TrainResult(epoch, stop_reason, best.epoch, "last", tuple(history), {}, {})
+    measured = peak_memory.growth
     use_best = config.final_weights == "best" and best.epoch is not None and stop_reason != "non_finite_loss"
     final = best_weights if use_best else last_weights
     network.load_state_dict(final)
@@ -184,8 +264,12 @@ def train(
     metrics: dict[str, Any] = {
         "validation_score": best.score, "anchor": scaler.anchor, "short_series": training.short_series,
         "windows": {"train": len(training), "val": len(validation), "test": len(test)},
+        "memory": {
+            "planned_mib": round(memory.peak / 2**20, 1), "recomputed_share": memory.share,
+            "starts_at_a_time": updates.micro_batch, "out_of_memory": updates.halvings,
+        },
     }  # fmt: skip
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"memory_plan": memory.rows(), "memory_peak": measured}
     for name, windows in (("val", validation), ("test", test)):
         if len(windows):
             found = forecast_block(network, scaler, windows, target, config, device)
