@@ -30,6 +30,7 @@ from models.tft.config import TFTConfig
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
+from models.tft.training import adamw
 
 SIZES = (5, 210, 10)
 NAMED = 0.75
@@ -51,7 +52,7 @@ def update_of(settings: TFTConfig, device: str) -> tuple[TemporalFusionTransform
     """A network and a function that makes one whole update of it on random numbers."""
     torch.manual_seed(0)
     network = TemporalFusionTransformer(settings, SIZES).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, fused=True)
+    optimizer = adamw(network, settings)
     S, K, T, H = settings.batch_size, settings.windows_per_start, settings.context, settings.horizon
     shapes = ((S, SIZES[0]), (S, K + T - 1, SIZES[1]), (S, K + H - 1, SIZES[2]))
     inputs, target = [torch.randn(shape).to(device) for shape in shapes], torch.randn(S, K, H).to(device)

@@ -44,6 +44,18 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
+def adamw(network: torch.nn.Module, config: TFTConfig) -> torch.optim.AdamW:
+    """The optimizer with its moments in place: made in the first update, they would lie where its activations were, and the
+    next update's would no longer fit there."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+    moments = {
+        index: {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for index, p in enumerate(network.parameters())
+    }
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    return optimizer
+
+
 @dataclass
 class Updates:
     """Makes the gradients of a batch of window starts, `micro_batch` starts at a time: what memory holds then does not
@@ -156,7 +168,7 @@ def _train(
     torch.manual_seed(config.seed)
     network = TemporalFusionTransformer(config, _sizes(series.contract)).to(device)
     network.recompute.share = memory.share
-    optimizer = torch.optim.AdamW(network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+    optimizer = adamw(network, config)
     if not len(validation):
         logger.warning("no validation windows after the purge gap: no early stopping, the last epoch's weights are kept")
 
