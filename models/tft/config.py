@@ -42,6 +42,10 @@ class TFTConfig(RunConfig):
         description="With auto: the most that an update may take, like 4GiB.",
     )
 
+    conformal: bool = Field(
+        False, description="Widen or narrow the quantiles by validation-block errors (conformalised quantile regression)."
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> TFTConfig:
         if self.hidden_size % self.num_heads:

@@ -1,16 +1,18 @@
-"""What a trained TFT is worth on a later block: quantile losses in the target's own unit beside the naive forecast, and
+"""What a trained TFT is worth on a later block: quantile losses in the target's own unit beside simple forecasts, and
 what it looked at. Nothing here trains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from models.tft.baselines import BASELINES, Past
+from models.tft.calibration import shifted
 from models.tft.config import TFTConfig
 from models.tft.network import TemporalFusionTransformer
 from models.tft.scaling import Floats, Scaler
@@ -77,55 +79,64 @@ def forecast_block(
     return Forecasts(*(np.concatenate(part) for part in out))
 
 
-def _naive(train: NDArray[np.int64], target: Floats, found: Forecasts, config: TFTConfig, anchor: str) -> Floats:
-    """Last value plus the train quantiles of h-step changes, by series (changes in log for a ratio anchor): [n, H, Q]."""
-    out = np.empty_like(found.quantiles)
-    values = np.log(target) if anchor == "ratio" else target
-    pooled: list[Any] = [[] for _ in range(config.horizon)]
-    bands: dict[int, Any] = {}
-    for s, (a, b) in enumerate(train):
-        changes = [values[a + h : b] - values[a : b - h] for h in range(1, config.horizon + 1)]
-        if len(changes[-1]):
-            bands[s] = np.stack([np.quantile(c, config.quantiles) for c in changes])
-            for total, change in zip(pooled, changes, strict=True):
-                total.append(change)
-    every = np.stack([np.quantile(np.concatenate(c), config.quantiles) for c in pooled])
-    for i, (s, origin) in enumerate(zip(found.series, found.origins, strict=True)):
-        level = values[origin] + bands.get(int(s), every)
-        out[i] = np.exp(level) if anchor == "ratio" else level
-    return out
+def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, series: SeriesArrays, target: Floats) -> Forecasts:
+    """The same forecasts with the conformal shift [H, Q], in normalised units, applied."""
+    normalised = shifted(found.normalised, shift)
+    which, last = scaler.rows_of(series)[found.series], target[found.origins]
+    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised[:, None], last[:, None], which)[:, 0])
 
 
 def block_metrics(
     found: Forecasts, series: SeriesArrays, train: NDArray[np.int64], target: Floats, config: TFTConfig, anchor: str
 ) -> dict[str, Any]:
-    """Total pinball, q-risk (2 sum pinball / sum |y|), coverage and MAE per step, beside the naive forecast's."""
+    """Total pinball, q-risk (2 sum pinball / sum |y|), coverage and MAE per step, beside those of the baselines."""
     loss = pinball_numpy(found.quantiles, found.actual, config.quantiles)
-    naive = pinball_numpy(_naive(train, target, found, config, anchor), found.actual, config.quantiles)
-    size = max(float(np.abs(found.actual).sum()), 1e-300)
+    past = Past.of(series, train, target, anchor)
+    simple, baselines = {}, {}
+    for name, baseline in BASELINES.items():
+        quantiles = baseline(past, found.series, found.origins, config.quantiles, config.horizon)
+        simple[name] = pinball_numpy(quantiles, found.actual, config.quantiles)
+        baselines[name] = {
+            "pinball": float(simple[name].mean()),
+            "q_risk": _q_risk(simple[name], found.actual, config.quantiles),
+            "coverage": float(covered(quantiles, found.actual).mean()),
+        }
     middle = int(np.argmin(np.abs(np.array(config.quantiles) - 0.5)))
     by_series = {}
     for s in np.unique(found.series):
         mine = found.series == s
-        by_series[series.names[s]] = {
-            "pinball": float(loss[mine].mean()), "skill_vs_naive": _skill(float(loss[mine].mean()), float(naive[mine].mean())),
-        }  # fmt: skip
+        own = float(loss[mine].mean())
+        skills = {f"skill_vs_{name}": _skill(own, float(other[mine].mean())) for name, other in simple.items()}
+        by_series[series.names[s]] = {"pinball": own, **skills}
+    inside = covered(found.quantiles, found.actual)
     return {
         "windows": len(found.actual),
         "pinball": float(loss.mean()),
-        "naive_pinball": float(naive.mean()),
-        "skill_vs_naive": _skill(float(loss.mean()), float(naive.mean())),
-        "q_risk": {f"p{q * 100:g}": float(2 * loss[..., i].sum() / size) for i, q in enumerate(config.quantiles)},
-        "coverage": float(((found.actual >= found.quantiles[..., 0]) & (found.actual <= found.quantiles[..., -1])).mean()),
+        **{f"{name}_pinball": row["pinball"] for name, row in baselines.items()},
+        **{f"skill_vs_{name}": _skill(float(loss.mean()), float(other.mean())) for name, other in simple.items()},
+        "q_risk": _q_risk(loss, found.actual, config.quantiles),
+        "coverage": float(inside.mean()),
+        "coverage_by_step": [float(x) for x in inside.mean(0)],
         "crossings": int((np.diff(found.quantiles, axis=-1) < 0).sum()),
         "mae_by_step": [float(x) for x in np.abs(found.actual - found.quantiles[..., middle]).mean(0)],
+        "baselines": baselines,
         "by_series": by_series,
     }
 
 
-def _skill(loss: float, naive: float) -> float:
-    """Share of the naive loss that is saved; 0 is no better than naive."""
-    return 1 - loss / naive if naive > 0 else 0.0
+def covered(quantiles: Floats, actual: Floats) -> NDArray[np.bool_]:
+    """Whether each actual value [n, H] lies in the outer band."""
+    return (actual >= quantiles[..., 0]) & (actual <= quantiles[..., -1])
+
+
+def _q_risk(loss: Floats, actual: Floats, levels: tuple[float, ...]) -> dict[str, float]:
+    size = max(float(np.abs(actual).sum()), 1e-300)
+    return {f"p{q * 100:g}": float(2 * loss[..., i].sum() / size) for i, q in enumerate(levels)}
+
+
+def _skill(loss: float, simple: float) -> float:
+    """Share of the simple forecast's loss that is saved; 0 is no better."""
+    return 1 - loss / simple if simple > 0 else 0.0
 
 
 def importance(

@@ -20,8 +20,9 @@ from models.checkpoint import CheckpointError, Snapshot, load_weights
 from models.features import FeatureContract
 from models.memory import LeakGuard, PeakMemory, out_of_memory, steady_heap
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
+from models.tft.calibration import conformal_shift, shifted
 from models.tft.config import TFTConfig
-from models.tft.evaluation import block_metrics, forecast_block, importance, pinball_numpy, samples
+from models.tft.evaluation import block_metrics, calibrated, covered, forecast_block, importance, pinball_numpy, samples
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
@@ -171,6 +172,8 @@ def _train(
     optimizer = adamw(network, config)
     if not len(validation):
         logger.warning("no validation windows after the purge gap: no early stopping, the last epoch's weights are kept")
+        if config.conformal:
+            logger.warning("no validation windows: the quantiles are not calibrated")
 
     updates = Updates(network, scaler, training, target, config, device, memory.starts)
     leak_guard = LeakGuard(device)
@@ -271,8 +274,13 @@ def _train(
     use_best = config.final_weights == "best" and best.epoch is not None and stop_reason != "non_finite_loss"
     final = best_weights if use_best else last_weights
     network.load_state_dict(final)
+    snapshot, shift = weights(final, "best" if use_best else "last", stop_reason), None
+    if config.conformal and len(validation):
+        seen = forecast_block(network, scaler, validation, target, config, device)
+        shift = conformal_shift(seen.normalised, seen.normalised_actual, config.quantiles)
+        snapshot.tensors["conformal.shift"] = torch.from_numpy(shift)
     # Before the report: whatever that may raise, the final file exists
-    on_checkpoint(epoch, True, weights(final, "best" if use_best else "last", stop_reason), None)
+    on_checkpoint(epoch, True, snapshot, None)
     metrics: dict[str, Any] = {
         "validation_score": best.score, "anchor": scaler.anchor, "short_series": training.short_series,
         "windows": {"train": len(training), "val": len(validation), "test": len(test)},
@@ -284,8 +292,13 @@ def _train(
     report: dict[str, Any] = {"memory_plan": memory.rows(), "memory_peak": measured}
     for name, windows in (("val", validation), ("test", test)):
         if len(windows):
-            found = forecast_block(network, scaler, windows, target, config, device)
+            found = raw = forecast_block(network, scaler, windows, target, config, device)
+            # The shift was learnt from the validation block: only the test block can say what it is worth
+            if shift is not None and name == "test":
+                found = calibrated(raw, shift, scaler, series, target)
             metrics[name] = block_metrics(found, series, blocks["train"], target, config, scaler.anchor)
+            if found is not raw:
+                metrics[name]["coverage_raw"] = float(covered(raw.quantiles, raw.actual).mean())
             if name == "test":
                 report["samples"] = samples(found, series)
                 report["importance"] = importance(network, scaler, windows, device)
@@ -338,6 +351,8 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     scaler.check_ratio(series, target, batch.origins[:, 0])
     with torch.no_grad():
         normalised = network(*scaler.inputs(batch, rows)).double().numpy()
+    if "conformal.shift" in snapshot.tensors:
+        normalised = shifted(normalised, snapshot.tensors["conformal.shift"].numpy())
     quantiles = scaler.restore(normalised, target[batch.origins], rows[batch.series])[:, 0]
     if not np.isfinite(quantiles).all():
         raise CheckpointError("the model's forecasts are not finite")
