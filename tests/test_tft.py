@@ -264,13 +264,14 @@ def test_planted_ignored_flag_is_caught(monkeypatch):
         assert_ran_twice(plain, three_steps("full"))
 
 
-def test_planted_private_mask_generator_is_caught(monkeypatch):
+@pytest.mark.parametrize("where", [layers, selection])
+def test_planted_private_mask_generator_is_caught(monkeypatch, where):
     private = torch.Generator().manual_seed(3)
 
-    def masked(x, p, training):
-        return x * (torch.rand(x.shape, generator=private) >= p) / (1 - p) if training and p else x
+    def private_bytes(*shape, device):
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=private)
 
-    monkeypatch.setattr(layers, "dropout", masked)
+    monkeypatch.setattr(where, "random_bytes", private_bytes)
     plain = three_steps("none")
     private.manual_seed(3)
     with pytest.raises(AssertionError):

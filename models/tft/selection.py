@@ -86,15 +86,16 @@ class VariableSelection(nn.Module):
 class WeightedGRNs(torch.autograd.Function):
     """Weighted sum over variables [R, D] of their GRNs, with a backward pass written by hand.
 
-    Variables run in chunks through buffers that stay in the caches. A chunk keeps its activations for the backward pass, or
-    only its dropout mask, one byte per element: then the same operations on the same inputs make them again, so recomputing
-    equals keeping to the bit, by construction. One backward pass only (no gradients of gradients).
+    Variables run in chunks through buffers that stay in the caches. The first chunks keep nothing when they are recomputed:
+    the same operations on the same inputs make their activations again, and the random state of the forward pass their
+    dropout masks, so that recomputing equals keeping to the bit. One backward pass only (no gradients of gradients).
     """
 
     @staticmethod
     def forward(ctx: Any, recompute: Recompute, name: str, p: float, x_VR: Tensor, s_VR: Tensor, *parameters: Tensor) -> Tensor:
         kept: dict[str, Tensor] = {}
         ctx.recompute, ctx.name, ctx.p, ctx.matmul = recompute, name, p, autocast_dtype(x_VR)
+        ctx.random_state = _random_state(x_VR) if p and recompute.share else None
         total_RD = _forward(recompute, name, p, x_VR, s_VR, parameters, kept)
         ctx.names = tuple(kept)
         ctx.save_for_backward(x_VR, s_VR, *parameters, *kept.values())
@@ -118,16 +119,21 @@ class WeightedGRNs(torch.autograd.Function):
         torch.matmul(s_VR, dout_RD, out=dshift)
         mean_VR = (scale @ dout_RD.t()).div_(D)
         scratch = _scratch(x_VR)
+        later_state = None
+        if again and ctx.random_state is not None:
+            later_state = _random_state(x_VR)
+            _set_random_state(x_VR, ctx.random_state)
         for i, chunk in enumerate(chunks):
             at, k = chunk.at, chunk.boost
             C = len(chunk.x)
-            keep = kept["keep"][at] if ctx.p else None
             if i < again:
                 ctx.recompute.calls[f"{ctx.name} vsn"] += 1
+                keep = chunk.mask(scratch)
                 h1, h2, gates, normed, rstd = chunk.run(keep, scratch, scratch)
             else:
                 first = chunks[again].at.start
-                h1, h2, gates, normed, rstd = (kept[name][at.start - first : at.stop - first] for name in KEPT)
+                part = {name: whole[at.start - first : at.stop - first] for name, whole in kept.items()}
+                keep, (h1, h2, gates, normed, rstd) = part.get("keep"), (part[name] for name in KEPT)
             s_CR, gate = s_VR[at], gates[..., D:]
             # LayerNorm: dpre = s rstd (m - mean(m) - normed mean(m normed)) with m = dout scale
             q = torch.mul(normed, dout_RD, out=scratch("q", C, R, D))
@@ -159,6 +165,8 @@ class WeightedGRNs(torch.autograd.Function):
             dw1[at], db1[at] = torch.bmm(x_and_one, d).unbind(1)
             if dx_VR is not None:
                 dx_VR[at] += torch.mul(d, w1[at, None], out=q).sum(-1)
+            if i == again - 1 and later_state is not None:
+                _set_random_state(x_VR, later_state)
         return None, None, None, dx_VR, ds_VR, *grads
 
 
@@ -166,27 +174,20 @@ def _forward(
     recompute: Recompute, name: str, p: float, x_VR: Tensor, s_VR: Tensor, parameters: Sequence[Tensor],
     kept: dict[str, Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum [R, D]. What the backward pass needs is put into `kept`: the mask of all variables if there is
-    dropout, and the tensors KEPT of the variables that are not recomputed. None keeps nothing."""
+    """The weighted sum [R, D]. What the backward pass needs of the variables that are not recomputed is put into `kept`: the
+    tensors KEPT and, with dropout, the mask `keep`. None keeps nothing."""
     scale, shift = parameters[8:]
     chunks = _chunks(x_VR, p, parameters, autocast_dtype(x_VR))
     again = len(chunks) if kept is None else round(recompute.share * len(chunks))
     scratch = _scratch(x_VR)
-    masks = None
-    if p and kept is not None:
-        masks = kept["keep"] = torch.empty(*x_VR.shape, scale.shape[1], dtype=torch.bool, device=x_VR.device)
     with full_precision(x_VR):
         total_RD = s_VR.t() @ shift
         for i, chunk in enumerate(chunks):
             recompute.calls[f"{name} vsn"] += 1
-            keep = None
-            if p:
-                keep = scratch("keep", *chunk.shape, dtype=torch.bool) if masks is None else masks[chunk.at]
-                torch.ge(random_bytes(*chunk.shape, device=x_VR.device), chunk.cut, out=keep)
             into = scratch
             if kept is not None and i >= again:
                 into = _part(kept, x_VR, len(x_VR) - chunks[again].at.start, chunk.at.start - chunks[again].at.start)
-            normed = chunk.run(keep, into, scratch)[3]
+            normed = chunk.run(chunk.mask(into), into, scratch)[3]
             scaled = torch.mul(normed, scale[chunk.at, None], out=scratch("scaled", *chunk.shape))
             for c, s_R in enumerate(s_VR[chunk.at]):
                 total_RD.addcmul_(scaled[c], s_R.unsqueeze(-1))
@@ -221,6 +222,17 @@ def _scratch(like: Tensor) -> _Allocate:
         return made[name][: math.prod(shape)].view(shape)
 
     return allocate
+
+
+def _random_state(x: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
+
+
+def _set_random_state(x: Tensor, state: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.set_rng_state(state, x.device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
@@ -269,13 +281,24 @@ class _Chunk:
         """What elements that dropout keeps are multiplied by."""
         return 256.0 / (256 - self.cut)
 
+    def mask(self, kept: _Allocate) -> Tensor | None:
+        """Where dropout keeps an element [C, R, D], drawn now; None without dropout."""
+        if not self.cut:
+            return None
+        return torch.ge(
+            random_bytes(*self.shape, device=self.x.device), self.cut, out=kept("keep", *self.shape, dtype=torch.bool)
+        )
+
     def run(self, keep: Tensor | None, kept: _Allocate, scratch: _Allocate) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """ELU output, masked second layer, [a | sigmoid(b)] of the gate, normalised sum [C, R, D] and its 1/std [C, R]."""
         C, R, D = self.shape
         matmul, x_CR1 = self.w2.dtype, self.x.unsqueeze(-1)
         h1 = kept("h1", C, R, D, dtype=matmul)
         wide = h1 if matmul == self.x.dtype else scratch("d", C, R, D)
-        functional.elu_(torch.addcmul(self.b1[:, None], x_CR1, self.w1[:, None], out=wide))
+        torch.addcmul(self.b1[:, None], x_CR1, self.w1[:, None], out=wide)
+        # ELU as max(x, 0) + (exp(min(x, 0)) - 1): half the time of its expm1
+        below = torch.clamp(wide, max=0, out=scratch("q", C, R, D)).exp_().sub_(1)
+        wide.clamp_(min=0).add_(below)
         if wide is not h1:
             h1.copy_(wide)
         h2 = torch.baddbmm(self.b2[:, None], h1, self.w2, out=kept("h2", C, R, D, dtype=matmul))
