@@ -33,7 +33,7 @@ from models.tft.plan import fitting_plan
 from models.tft.training import adamw
 
 SIZES = (5, 210, 10)
-NAMED = 0.75
+NAMED = 0.8
 """The share of recomputed chunks whose figures are `peak_cut` and `time_ratio`."""
 TARGETS = {
     "peak_cut": (">=", 0.71), "time_ratio": ("<=", 1.30), "peak_cut_full": (">=", 0.85), "time_ratio_full": ("<=", 1.45),
