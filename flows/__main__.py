@@ -21,6 +21,7 @@ train.command("flows.commands:train_tft", name="tft", help="The Temporal Fusion 
 train.command("flows.commands:train_dqn", name="dqn", help="The DQN agent (buy, hold, sell).")
 app.command(train)
 app.command("flows.predict:predict", name="predict", help="Forecasts or actions for new rows, to Parquet.")
+app.command("flows.plan:plan", name="plan", help="Memory of a TFT update by layer, what to recompute, GPUs that fit.")
 models = App(name="models", help="Published versions.")
 models.command("flows.commands:show_model", name="show", help="The manifest of a version or of the champion.")
 models.command("flows.commands:verify_model", name="verify", help="Check every byte of a version.")
@@ -125,7 +126,7 @@ def _exit_code(error: BaseException) -> int:
         return 3
     if names & {"ArtifactIntegrityError", "CheckpointError", "StoreConflict"}:
         return 4
-    if names & {"CycloptsError", "ValidationError", "ContractError", "UsageError", "ParameterTypeError"}:
+    if names & {"CycloptsError", "ValidationError", "ContractError", "UsageError", "ParameterTypeError", "MemoryBudgetError"}:
         return 2
     return 1
 

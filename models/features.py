@@ -89,6 +89,14 @@ class FeatureContract(BaseModel):
         return out
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of static, historical and future columns. Raises ContractError for a prefix that sets no count."""
+        sizes = [g.count if isinstance(g, ColumnPrefix) else len(g) for g in self._raw_groups().values()]
+        if None in sizes:
+            raise ContractError("a prefix without a count: how many columns there are is known only with a source")
+        return tuple(sizes)  # type: ignore[return-value]
+
+    @property
     def target_names(self) -> tuple[str, ...]:
         """Names of the columns that may be forecast. Raises ContractError before `resolve`."""
         if isinstance(self.targets, ColumnPrefix):

@@ -1,6 +1,7 @@
 """The command line: quick help, one JSON object on stdout, exit codes. Flows run in tests/test_flows.py."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ def test_help_loads_no_heavy_library():
 
 
 def test_every_command_loads_and_explains_its_options(capfd):
-    for name in ("run", "ingest", "train tft", "train dqn", "predict", "storage start", "models verify", "ui"):
+    for name in ("run", "ingest", "train tft", "train dqn", "predict", "storage start", "models verify", "ui", "plan"):
         with pytest.raises(SystemExit) as ended:
             main([*name.split(), "--help"])
         assert ended.value.code == 0, name
@@ -41,6 +42,28 @@ def test_gradient_checkpointing_flag_and_config_file_reach_the_config(tmp_path):
     assert (config.epochs, config.early_stopping.patience) == (7, 2), "the command line wins over the file"
     assert config.gradient_checkpointing == "full"
     assert config.quantiles == (0.2, 0.8)
+
+
+def test_plan_itemises_the_variable_selection_and_fits_a_budget(capfd):
+    def plan(*options):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "--config.windows-per-start", "1", *options])
+        return ended.value.code, capfd.readouterr().out
+
+    code, text = plan("--config.hidden-size", "128", "--config.batch-size", "64", "--config.context", "190")
+    assert code == 0
+    gib = float(re.search(r"([\d.]+) GiB of it are activations of the variable selection networks", text).group(1))
+    # 64 x 190 rows x 210 variables x 128 wide x 5.25 floats, and what the joint selection keeps
+    assert gib == pytest.approx(64 * 190 * 210 * 128 * 5.25 * 4 / 2**30, rel=0.05)
+    assert "RTX A4000" in text
+    _, free = plan("--config.batch-size", "64", "--json")
+    code, fitted = plan("--config.batch-size", "64", "--memory-budget", "300MiB", "--json")
+    free, fitted = json.loads(free), json.loads(fitted)
+    assert code == 0
+    assert fitted["peak_mib"] <= 300 < free["peak_mib"]
+    assert (free["recomputed_share"], fitted["starts_at_a_time"]) == (0.0, 64)
+    assert 0 < fitted["recomputed_share"] < 1
+    assert plan("--memory-budget", "10MiB")[0] == 2
 
 
 def test_config_file_that_is_no_toml_is_wrong_usage(tmp_path):

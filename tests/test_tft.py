@@ -242,13 +242,26 @@ def test_gradient_checkpointing_leaves_gradients_equal(dropout):
     } <= set(full[3])
 
 
-@pytest.mark.parametrize(("share", "again"), [(0.5, 4), (0.3, 2), (0.7, 5), (0.99, 7)])
-def test_share_of_chunks_is_recomputed_with_equal_gradients(share, again):
-    """Twenty variables are seven chunks, of which round(7 x share) run again."""
+@pytest.mark.parametrize(("share", "again"), [(0.2, 4), (0.3, 6), (0.5, 7), (0.7, 7), (0.9, 7)])
+def test_share_of_activations_is_recomputed_with_equal_gradients(share, again):
+    """Twenty variables are seven chunks; a share of 2 / 5.25 already drops something of each."""
     plain, part = three_steps("none"), three_steps(share)
     assert_equal_runs(plain, part)
     assert (plain[3]["historical vsn"], part[3]["historical vsn"]) == (7, 7 + again)
     assert part[3]["lstm"] == 2
+
+
+def test_recomputation_drops_the_cheapest_first_and_in_the_end_everything():
+    def kept(share):
+        return {name: 70 - count for name, count in selection._dropped(share, 70).items()}
+
+    assert set(kept(0.0).values()) == {70}
+    assert set(kept(1.0).values()) == {0}
+    assert kept(0.5) == {"normed": 0, "rstd": 0, "h1": 0, "gates": 48, "h2": 70, "keep": 70}
+    for share in (0.1, 0.3, 0.5, 0.8, 0.95):
+        left = kept(share)
+        size = left["normed"] + left["h1"] + 2 * left["gates"] + left["h2"] + left["keep"] / 4
+        assert size / (5.25 * 70) == pytest.approx(1 - share, abs=0.01)
 
 
 def test_planted_detach_is_caught(monkeypatch):
@@ -281,9 +294,11 @@ def test_planted_private_mask_generator_is_caught(monkeypatch, where):
 def test_planted_second_mask_in_recomputation_is_caught(monkeypatch):
     plain, sound = three_steps("none"), selection._Chunk.run
 
-    def fresh(self, keep, kept, scratch):
-        masked = keep if kept is not scratch or not keep.numel() else keep.roll(1, -1)
-        return sound(self, masked, kept, scratch)
+    def fresh(self, have, into, scratch):
+        made = sound(self, have, into, scratch)
+        if into is scratch and self.cut:
+            made["keep"] = made["keep"].roll(1, -1)
+        return made
 
     monkeypatch.setattr(selection._Chunk, "run", fresh)
     with pytest.raises(AssertionError):

@@ -34,7 +34,7 @@ class TFTConfig(RunConfig):
     gradient_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
     gradient_checkpointing: Literal["none", "full", "auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "none",
-        description="Recompute activations in backward: none, full, a share of the variable chunks, auto (memory_budget).",
+        description="Recompute activations in backward: none, full, a share of those of the VSN, auto (memory_budget).",
     )
     memory_budget: str | None = Field(
         None,

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 class Recompute:
     """Which regions of the network drop their activations and run again in backward, and how often each ran.
 
-    `share` is the share of variable chunks (models/tft/selection.py); above 0 the selection weights, the GRN stacks, the
-    LSTMs and the attention are regions too. Dropout
-    masks come from the global generators only: those are restored for the second run, one of our own would not be.
+    `share` is the share of the activations of the variable chunks (models/tft/selection.py); above 0 the selection weights,
+    the GRN stacks, the LSTMs and the attention are regions too. Dropout masks come from the global generators only: those
+    are restored for the second run, one of our own would not be.
     """
 
     def __init__(self, setting: str | float) -> None:

@@ -4,7 +4,7 @@ names: R rows, V variables of a group, C variables of a chunk, D hidden size."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,16 +86,16 @@ class VariableSelection(nn.Module):
 class WeightedGRNs(torch.autograd.Function):
     """Weighted sum over variables [R, D] of their GRNs, with a backward pass written by hand.
 
-    Variables run in chunks through buffers that stay in the caches. The first chunks keep nothing when they are recomputed:
-    the same operations on the same inputs make their activations again, and the random state of the forward pass their
-    dropout masks, so that recomputing equals keeping to the bit. One backward pass only (no gradients of gradients).
+    Variables run in chunks through buffers that stay in the caches. What a chunk does not keep for the backward pass (STAGES)
+    is made again there by the same operations on the same inputs, dropout masks by the random state of the forward pass, so
+    that recomputing equals keeping to the bit. One backward pass only (no gradients of gradients).
     """
 
     @staticmethod
     def forward(ctx: Any, recompute: Recompute, name: str, p: float, x_VR: Tensor, s_VR: Tensor, *parameters: Tensor) -> Tensor:
         kept: dict[str, Tensor] = {}
         ctx.recompute, ctx.name, ctx.p, ctx.matmul = recompute, name, p, autocast_dtype(x_VR)
-        ctx.random_state = _random_state(x_VR) if p and recompute.share else None
+        ctx.random_state = _random_state(x_VR)
         total_RD = _forward(recompute, name, p, x_VR, s_VR, parameters, kept)
         ctx.names = tuple(kept)
         ctx.save_for_backward(x_VR, s_VR, *parameters, *kept.values())
@@ -109,7 +109,7 @@ class WeightedGRNs(torch.autograd.Function):
         w1, we, scale, shift = (parameters[i] for i in (0, 6, 8, 9))
         dout_RD = dout_RD.contiguous()
         chunks = _chunks(x_VR, ctx.p, parameters, ctx.matmul)
-        again = round(ctx.recompute.share * len(chunks))
+        dropped = _dropped(ctx.recompute.share, len(chunks))
         R, D = x_VR.shape[1], we.shape[1]
         dx_VR = torch.zeros_like(x_VR) if ctx.needs_input_grad[3] else None
         grads = [torch.empty_like(t) for t in parameters]
@@ -119,21 +119,20 @@ class WeightedGRNs(torch.autograd.Function):
         torch.matmul(s_VR, dout_RD, out=dshift)
         mean_VR = (scale @ dout_RD.t()).div_(D)
         scratch = _scratch(x_VR)
-        later_state = None
-        if again and ctx.random_state is not None:
-            later_state = _random_state(x_VR)
+        later_state = _random_state(x_VR)
+        if ctx.p and dropped["keep"]:
             _set_random_state(x_VR, ctx.random_state)
-        for i, chunk in enumerate(chunks):
+        for i in _visited(x_VR, len(chunks), dropped):
+            chunk = chunks[i]
             at, k = chunk.at, chunk.boost
             C = len(chunk.x)
-            if i < again:
+            have = {name: whole[_from(chunks, dropped[name], at)] for name, whole in kept.items() if i >= dropped[name]}
+            if i < max(dropped.values()):
                 ctx.recompute.calls[f"{ctx.name} vsn"] += 1
-                keep = chunk.mask(scratch)
-                h1, h2, gates, normed, rstd = chunk.run(keep, scratch, scratch)
-            else:
-                first = chunks[again].at.start
-                part = {name: whole[at.start - first : at.stop - first] for name, whole in kept.items()}
-                keep, (h1, h2, gates, normed, rstd) = part.get("keep"), (part[name] for name in KEPT)
+            made = chunk.run(have, scratch, scratch)
+            h1, h2, gates, normed, rstd = (made[name] for name in ("h1", "h2", "gates", "normed", "rstd"))
+            if i + 1 == dropped["keep"]:
+                _set_random_state(x_VR, later_state)
             s_CR, gate = s_VR[at], gates[..., D:]
             # LayerNorm: dpre = s rstd (m - mean(m) - normed mean(m normed)) with m = dout scale
             q = torch.mul(normed, dout_RD, out=scratch("q", C, R, D))
@@ -155,8 +154,8 @@ class WeightedGRNs(torch.autograd.Function):
             torch.sum(dgates, 1, dtype=dbg.dtype, out=dbg[at])
             _product(dwg[at], h2.transpose(1, 2), dgates, k)
             _product(d, dgates, chunk.wg.transpose(1, 2), k)
-            if keep is not None:
-                d.mul_(keep)
+            if "keep" in made:
+                d.mul_(made["keep"])
             torch.sum(d, 1, out=db2[at])
             dh2 = d.to(ctx.matmul)
             _product(dw2[at], h1.transpose(1, 2), dh2)
@@ -165,8 +164,6 @@ class WeightedGRNs(torch.autograd.Function):
             dw1[at], db1[at] = torch.bmm(x_and_one, d).unbind(1)
             if dx_VR is not None:
                 dx_VR[at] += torch.mul(d, w1[at, None], out=q).sum(-1)
-            if i == again - 1 and later_state is not None:
-                _set_random_state(x_VR, later_state)
         return None, None, None, dx_VR, ds_VR, *grads
 
 
@@ -174,42 +171,64 @@ def _forward(
     recompute: Recompute, name: str, p: float, x_VR: Tensor, s_VR: Tensor, parameters: Sequence[Tensor],
     kept: dict[str, Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum [R, D]. What the backward pass needs of the variables that are not recomputed is put into `kept`: the
-    tensors KEPT and, with dropout, the mask `keep`. None keeps nothing."""
+    """The weighted sum [R, D]. What is kept for the backward pass is put into `kept` by name; None keeps nothing."""
     scale, shift = parameters[8:]
     chunks = _chunks(x_VR, p, parameters, autocast_dtype(x_VR))
-    again = len(chunks) if kept is None else round(recompute.share * len(chunks))
+    dropped = _dropped(1.0 if kept is None else recompute.share, len(chunks))
     scratch = _scratch(x_VR)
     with full_precision(x_VR):
         total_RD = s_VR.t() @ shift
-        for i, chunk in enumerate(chunks):
+        for i in _visited(x_VR, len(chunks), dropped):
+            chunk = chunks[i]
             recompute.calls[f"{name} vsn"] += 1
-            into = scratch
-            if kept is not None and i >= again:
-                into = _part(kept, x_VR, len(x_VR) - chunks[again].at.start, chunk.at.start - chunks[again].at.start)
-            normed = chunk.run(chunk.mask(into), into, scratch)[3]
+
+            def into(name: str, *shape: int, dtype: torch.dtype | None = None, i: int = i, at: slice = chunk.at) -> Tensor:
+                if kept is None or i < dropped[name]:
+                    return scratch(name, *shape, dtype=dtype)
+                if name not in kept:
+                    # One block over all chunks: many small ones would break up the heap
+                    variables = len(x_VR) - chunks[dropped[name]].at.start
+                    kept[name] = x_VR.new_empty(variables, *shape[1:], dtype=dtype or x_VR.dtype)
+                return kept[name][_from(chunks, dropped[name], at)]
+
+            normed = chunk.run({}, into, scratch)["normed"]
             scaled = torch.mul(normed, scale[chunk.at, None], out=scratch("scaled", *chunk.shape))
             for c, s_R in enumerate(s_VR[chunk.at]):
                 total_RD.addcmul_(scaled[c], s_R.unsqueeze(-1))
     return total_RD
 
 
-KEPT = ("h1", "h2", "gates", "normed", "rstd")
+STAGES: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("normed", "rstd", "h1"), 2 / 5.25),
+    (("gates",), 2 / 5.25),
+    (("h2", "keep"), 1.25 / 5.25),
+)
+"""What recomputation drops, cheapest first: element-wise results, then one matrix product, then the other with the dropout mask;
+and each stage's part of a chunk's float32 activations."""
+
+
+def _dropped(share: float, chunks: int) -> dict[str, int]:
+    """How many of the first chunks do not keep each tensor, so that about `share` of all activations is dropped."""
+    out: dict[str, int] = {}
+    for names, part in STAGES:
+        out |= dict.fromkeys(names, round(min(1.0, max(0.0, share) / part) * chunks))
+        share -= part
+    return out
+
+
+def _visited(x: Tensor, chunks: int, dropped: dict[str, int]) -> Iterable[int]:
+    """The chunks to run: all, in order; of tensors without data one of each kind, which is all that a memory plan sees."""
+    return range(chunks) if not x.is_meta else sorted({0, *dropped.values()} & set(range(chunks)))
+
+
+def _from(chunks: list[_Chunk], first: int, at: slice) -> slice:
+    """A chunk's place in a tensor that begins with chunk number `first`."""
+    start = chunks[first].at.start
+    return slice(at.start - start, at.stop - start)
 
 
 class _Allocate(Protocol):
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
-
-
-def _part(whole: dict[str, Tensor], like: Tensor, variables: int, start: int) -> _Allocate:
-    """Parts, from variable `start` on, of tensors over all kept variables: a few large blocks break up no heap."""
-
-    def allocate(name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        if name not in whole:
-            whole[name] = like.new_empty(variables, *shape[1:], dtype=dtype or like.dtype)
-        return whole[name][start : start + shape[0]]
-
-    return allocate
 
 
 def _scratch(like: Tensor) -> _Allocate:
@@ -281,37 +300,38 @@ class _Chunk:
         """What elements that dropout keeps are multiplied by."""
         return 256.0 / (256 - self.cut)
 
-    def mask(self, kept: _Allocate) -> Tensor | None:
-        """Where dropout keeps an element [C, R, D], drawn now; None without dropout."""
-        if not self.cut:
-            return None
-        return torch.ge(
-            random_bytes(*self.shape, device=self.x.device), self.cut, out=kept("keep", *self.shape, dtype=torch.bool)
-        )
-
-    def run(self, keep: Tensor | None, kept: _Allocate, scratch: _Allocate) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """ELU output, masked second layer, [a | sigmoid(b)] of the gate, normalised sum [C, R, D] and its 1/std [C, R]."""
+    def run(self, have: dict[str, Tensor], into: _Allocate, scratch: _Allocate) -> dict[str, Tensor]:
+        """Everything the backward pass needs, made into `into` unless we `have` it: `keep` (where dropout keeps an element),
+        `h1` (ELU output), `h2` (second layer, masked), `gates` ([a | sigmoid(b)]), `normed` [C, R, D] and `rstd` [C, R]."""
         C, R, D = self.shape
-        matmul, x_CR1 = self.w2.dtype, self.x.unsqueeze(-1)
-        h1 = kept("h1", C, R, D, dtype=matmul)
-        wide = h1 if matmul == self.x.dtype else scratch("d", C, R, D)
-        torch.addcmul(self.b1[:, None], x_CR1, self.w1[:, None], out=wide)
-        # ELU as max(x, 0) + (exp(min(x, 0)) - 1): half the time of its expm1
-        below = torch.clamp(wide, max=0, out=scratch("q", C, R, D)).exp_().sub_(1)
-        wide.clamp_(min=0).add_(below)
-        if wide is not h1:
-            h1.copy_(wide)
-        h2 = torch.baddbmm(self.b2[:, None], h1, self.w2, out=kept("h2", C, R, D, dtype=matmul))
-        if keep is not None:
-            h2.mul_(keep)
-        gates = torch.baddbmm(
-            self.bg[:, None], h2, self.wg, alpha=self.boost, out=kept("gates", C, R, 2 * D, dtype=matmul)
-        )  # fmt: skip
-        gates[..., D:].sigmoid_()
-        normed = torch.mul(gates[..., :D], gates[..., D:], out=kept("normed", C, R, D))
-        normed.addcmul_(x_CR1, self.we[:, None]).add_(self.be[:, None])
-        normed.sub_(normed.mean(-1, keepdim=True))
-        squares = torch.mul(normed, normed, out=scratch("q", C, R, D))
-        rstd = torch.mean(squares, -1, out=kept("rstd", C, R)).add_(1e-5).rsqrt_()
-        normed.mul_(rstd.unsqueeze(-1))
-        return h1, h2, gates, normed, rstd
+        made, matmul, x_CR1 = dict(have), self.w2.dtype, self.x.unsqueeze(-1)
+        if self.cut and "keep" not in made:
+            random = random_bytes(C, R, D, device=self.x.device)
+            made["keep"] = torch.ge(random, self.cut, out=into("keep", C, R, D, dtype=torch.bool))
+        if "h1" not in made:
+            h1 = made["h1"] = into("h1", C, R, D, dtype=matmul)
+            wide = h1 if matmul == self.x.dtype else scratch("d", C, R, D)
+            torch.addcmul(self.b1[:, None], x_CR1, self.w1[:, None], out=wide)
+            # ELU as max(x, 0) + (exp(min(x, 0)) - 1): half the time of its expm1
+            below = torch.clamp(wide, max=0, out=scratch("q", C, R, D)).exp_().sub_(1)
+            wide.clamp_(min=0).add_(below)
+            if wide is not h1:
+                h1.copy_(wide)
+        if "h2" not in made:
+            h2 = made["h2"] = into("h2", C, R, D, dtype=matmul)
+            torch.baddbmm(self.b2[:, None], made["h1"], self.w2, out=h2)
+            if self.cut:
+                h2.mul_(made["keep"])
+        if "gates" not in made:
+            gates = made["gates"] = into("gates", C, R, 2 * D, dtype=matmul)
+            torch.baddbmm(self.bg[:, None], made["h2"], self.wg, alpha=self.boost, out=gates)
+            gates[..., D:].sigmoid_()
+        if "normed" not in made:
+            normed, gates = into("normed", C, R, D), made["gates"]
+            torch.mul(gates[..., :D], gates[..., D:], out=normed)
+            normed.addcmul_(x_CR1, self.we[:, None]).add_(self.be[:, None])
+            normed.sub_(normed.mean(-1, keepdim=True))
+            squares = torch.mul(normed, normed, out=scratch("q", C, R, D))
+            rstd = torch.mean(squares, -1, out=into("rstd", C, R)).add_(1e-5).rsqrt_()
+            made["normed"], made["rstd"] = normed.mul_(rstd.unsqueeze(-1)), rstd
+        return made

@@ -32,11 +32,6 @@ from models.windows import SeriesArrays, WindowBatch, WindowDataset, block_rows,
 logger = logging.getLogger(__name__)
 
 
-def _sizes(contract: FeatureContract) -> tuple[int, int, int]:
-    groups = contract.groups()
-    return len(groups["static"]), len(groups["historical"]), len(groups["future"])
-
-
 def _copy(network: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
 
@@ -140,8 +135,8 @@ def train(
     """Train on the train block, choose by the validation block, report on the test block.
 
     Calls `on_checkpoint` after every `checkpoint_every` epochs and exactly once with `is_final`, however training ends.
-    Raises ValueError naming the series when none is long enough or a ratio's target is not above zero, or with the numbers
-    when `memory_budget` is too small; KeyError for a target that is not there.
+    Raises ValueError naming the series when none is long enough or a ratio's target is not above zero,
+    MemoryBudgetError when `memory_budget` is too small, KeyError for a target that is not there.
     """
     with steady_heap():
         return _train(config, series, on_epoch, on_checkpoint, stop_requested, resume)
@@ -164,10 +159,10 @@ def _train(
         )
     scaler = Scaler.fit(series, blocks["train"], target, config.anchor)
     scaler.check_ratio(series, target, np.arange(len(target)))
-    memory = fitting_plan(config, _sizes(series.contract))
+    memory = fitting_plan(config, series.contract.sizes)
     peak_memory = PeakMemory(device)
     torch.manual_seed(config.seed)
-    network = TemporalFusionTransformer(config, _sizes(series.contract)).to(device)
+    network = TemporalFusionTransformer(config, series.contract.sizes).to(device)
     network.recompute.share = memory.share
     optimizer = adamw(network, config)
     if not len(validation):
@@ -336,7 +331,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     trained = FeatureContract.model_validate(snapshot.metadata["contract"])
     if trained.features != series.contract.features:
         raise ValueError("the source has other feature columns than the model was trained on")
-    network = TemporalFusionTransformer(config, _sizes(series.contract))
+    network = TemporalFusionTransformer(config, series.contract.sizes)
     load_weights(network, _part(snapshot.tensors, "network."))
     network.eval()
     scaler = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
