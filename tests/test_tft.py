@@ -453,18 +453,20 @@ def off_by_one():
         WindowDataset.batch = sound
 
 
-def forecast_of(series, origin, mode, gradient_checkpointing):
+def forecast_of(series, origin, mode, gradient_checkpointing, anchor="ratio"):
     """The quantiles forecast from one origin, with a scaler fitted on this very series' train block."""
     c = config(gradient_checkpointing=gradient_checkpointing)
     rows = block_rows(series, Split(train=0.5, val=0.25), 0)
-    scaler = Scaler.fit(series, rows["train"], series.target(None), "auto")
+    scaler = Scaler.fit(series, rows["train"], series.target(None), anchor, c.horizon)
     windows = WindowDataset(series, np.array([[origin + 1, origin + 1 + c.horizon]]), c.context, c.horizon)
     batch = windows.batch(np.array([[0, origin]]), 1)
     net = network(c)
     torch.manual_seed(11)
     net.train(mode == "train")
     normalised = net(*scaler.inputs(batch, scaler.rows_of(series))).detach().double().numpy()
-    return scaler.restore(normalised, series.target(None)[batch.origins], scaler.rows_of(series)[batch.series])
+    return scaler.restore(
+        normalised, scaler.levels(series, series.target(None))[batch.origins], scaler.rows_of(series)[batch.series]
+    )
 
 
 def changed_after(series, origin, random):
@@ -480,14 +482,16 @@ def changed_after(series, origin, random):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("gradient_checkpointing", ["none", "full"])
-def test_what_happens_after_the_origin_changes_no_forecast(mode, gradient_checkpointing):
+@pytest.mark.parametrize("anchor", ["ratio", "linear"])
+def test_what_happens_after_the_origin_changes_no_forecast(mode, gradient_checkpointing, anchor):
     series = series_arrays({"AAA": 120})
     other = changed_after(series, 80, np.random.default_rng(5))
-    before = forecast_of(series, 80, mode, gradient_checkpointing)
-    assert np.array_equal(before, forecast_of(other, 80, mode, gradient_checkpointing))
+    before = forecast_of(series, 80, mode, gradient_checkpointing, anchor)
+    assert np.array_equal(before, forecast_of(other, 80, mode, gradient_checkpointing, anchor))
     with off_by_one():
         assert not np.array_equal(
-            forecast_of(series, 80, mode, gradient_checkpointing), forecast_of(other, 80, mode, gradient_checkpointing)
+            forecast_of(series, 80, mode, gradient_checkpointing, anchor),
+            forecast_of(other, 80, mode, gradient_checkpointing, anchor),
         )
 
 
@@ -525,8 +529,8 @@ def test_constant_and_extreme_values_stay_finite(level):
     extreme = dataclasses.replace(series, historical=historical, targets=series.targets * level)
     train = block_rows(extreme, Split(), 0)["train"]
     target = extreme.target(None)
-    for anchor in ("none", "difference", "ratio"):
-        scaler = Scaler.fit(extreme, train, target, anchor)
+    for anchor in ("none", "difference", "ratio", "linear"):
+        scaler = Scaler.fit(extreme, train, target, anchor, config().horizon)
         assert scaler.historical_scale[0, 0] == 1.0
         windows = WindowDataset(extreme, train, 12, 4)
         found = forecast_block(network(config()), scaler, windows, target, config(), "cpu")
@@ -538,7 +542,7 @@ def test_constant_and_extreme_values_stay_finite(level):
 def test_normalising_and_restoring_are_inverse(anchor):
     series = series_arrays({"AAA": 80, "BBB": 40})
     scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), anchor)
-    values, last, which = np.abs(np.random.default_rng(0).normal(30, 3, (2, 3, 4))), np.full((2, 3), 20.0), np.array([0, 1])
+    values, last, which = np.abs(np.random.default_rng(0).normal(30, 3, (2, 3, 4))), np.full((2, 3, 1), 20.0), np.array([0, 1])
     there = scaler.normalise(values, last, which)
     back = scaler.restore(there[..., None], last, which)[..., 0]
     assert np.allclose(values, back, rtol=1e-12)

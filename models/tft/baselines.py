@@ -41,6 +41,7 @@ class Past:
     def of(cls, series: SeriesArrays, train: Rows, target: Floats, anchor: str) -> Past:
         """The past of every series. Rows ahead, without a target, are in no span."""
         begin = series.offsets[:-1]
+        anchor = "none" if anchor == "linear" else anchor
         values = np.log(np.where(target > 0, target, 1.0)) if anchor == "ratio" else np.asarray(target, np.float64)
         return cls(values, np.stack([begin, begin + series.history_rows], axis=1), train, anchor)
 
@@ -118,9 +119,13 @@ class Ridge:
         weights = np.linalg.solve(standard.T @ standard + RIDGE * np.eye(len(mean)), standard.T @ aim)
         return cls(mean, inverse, weights, intercept, np.quantile(aim - standard @ weights, levels, axis=0).T)
 
+    def points(self, inputs: Floats) -> Floats:
+        """Forecasts [k, H] for inputs [k, F]."""
+        return (inputs - self.mean) * self.inverse_scale @ self.weights + self.intercept
+
     def quantiles(self, inputs: Floats) -> Floats:
         """Quantiles [k, H, Q] for inputs [k, F]."""
-        return ((inputs - self.mean) * self.inverse_scale @ self.weights + self.intercept)[..., None] + self.residuals
+        return self.points(inputs)[..., None] + self.residuals
 
 
 def linear(past: Past, which: Rows, origins: Rows, levels: Sequence[float], horizon: int) -> Floats:
@@ -153,21 +158,30 @@ def linear_inputs(past: Past) -> Floats:
     return out
 
 
+def aimed_origins(past: Past, horizon: int) -> list[Rows]:
+    """Origins whose last aim lies in the train block, by series."""
+    return [np.arange(a, max(a, b - horizon)) for a, b in past.train]
+
+
+def _fitted(past: Past, inputs: Floats, rows: Rows, levels: Sequence[float], horizon: int) -> Ridge:
+    aims = past.values[rows[:, None] + np.arange(1, horizon + 1)]
+    return Ridge.fit(inputs[rows], aims if past.anchor == "none" else aims - past.values[rows, None], levels)
+
+
+def pooled_model(past: Past, inputs: Floats, levels: Sequence[float], horizon: int) -> Ridge:
+    """The regression over all series. Raises ValueError when no train block is longer than the horizon."""
+    rows = np.concatenate(aimed_origins(past, horizon))
+    if not len(rows):
+        raise ValueError("no train block is longer than the horizon")
+    return _fitted(past, inputs, rows, levels, horizon)
+
+
 def linear_models(past: Past, inputs: Floats, levels: Sequence[float], horizon: int, wanted: Rows) -> dict[int, Ridge]:
-    """The regression of every wanted series; one fitted on all series for those with fewer than `FEWEST` origins whose
-    last aim lies in the train block."""
-    origins = [np.arange(a, max(a, b - horizon)) for a, b in past.train]
-
-    def fitted(rows: Rows) -> Ridge:
-        aims = past.values[rows[:, None] + np.arange(1, horizon + 1)]
-        return Ridge.fit(inputs[rows], aims if past.anchor == "none" else aims - past.values[rows, None], levels)
-
-    models = {int(s): fitted(origins[s]) for s in wanted if len(origins[s]) >= FEWEST}
+    """The regression of every wanted series; the pooled one for those with fewer than `FEWEST` origins to learn from."""
+    origins = aimed_origins(past, horizon)
+    models = {int(s): _fitted(past, inputs, origins[s], levels, horizon) for s in wanted if len(origins[s]) >= FEWEST}
     if len(models) < len(wanted):
-        rows = np.concatenate(origins)
-        if not len(rows):
-            raise ValueError("no train block is longer than the horizon")
-        pooled = fitted(rows)
+        pooled = pooled_model(past, inputs, levels, horizon)
         models |= {int(s): pooled for s in wanted if int(s) not in models}
     return models
 

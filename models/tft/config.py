@@ -19,8 +19,8 @@ class TFTConfig(RunConfig):
     quantiles: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
         (0.1, 0.5, 0.9), min_length=1, description="Rising fractions in (0, 1)."
     )
-    anchor: Literal["auto", "none", "difference", "ratio"] = Field(
-        "auto", description="Forecast the level, or the change from the last value; auto: ratio for positive targets."
+    anchor: Literal["auto", "none", "difference", "ratio", "linear"] = Field(
+        "auto", description="Forecast the level, the change from the last value or from a linear forecast; auto: ratio or linear."
     )
     hidden_size: int = Field(32, ge=1, description="Width of every layer.")
     num_heads: int = Field(4, ge=1, description="Attention heads; must divide hidden_size.")

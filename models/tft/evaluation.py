@@ -56,7 +56,7 @@ def forecast_block(
     device: str,
 ) -> Forecasts:
     """Forecasts of every window of a block, in evaluation mode, without gradients."""
-    rows = scaler.rows_of(windows.series)
+    rows, levels = scaler.rows_of(windows.series), scaler.levels(windows.series, target)
     out: list[list[Any]] = [[] for _ in range(6)]
     was_training = network.training
     network.eval()
@@ -67,10 +67,10 @@ def forecast_block(
                 inputs = (t.to(device) for t in scaler.inputs(batch, rows))
                 normalised = network(*inputs).double().cpu().numpy()
                 which = rows[batch.series]
-                last, actual = target[batch.origins], target[windows.target_rows(batch)]
+                level, actual = levels[batch.origins], target[windows.target_rows(batch)]
                 pieces = (
-                    scaler.restore(normalised, last, which)[0], actual[0], normalised[0],
-                    scaler.normalise(actual, last, which)[0], np.repeat(batch.series, count), batch.origins[0],
+                    scaler.restore(normalised, level, which)[0], actual[0], normalised[0],
+                    scaler.normalise(actual, level, which)[0], np.repeat(batch.series, count), batch.origins[0],
                 )  # fmt: skip
                 for total, piece in zip(out, pieces, strict=True):
                     total.append(piece)
@@ -82,8 +82,8 @@ def forecast_block(
 def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, series: SeriesArrays, target: Floats) -> Forecasts:
     """The same forecasts with the conformal shift [H, Q], in normalised units, applied."""
     normalised = shifted(found.normalised, shift)
-    which, last = scaler.rows_of(series)[found.series], target[found.origins]
-    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised[:, None], last[:, None], which)[:, 0])
+    which, level = scaler.rows_of(series)[found.series], scaler.levels(series, target)[found.origins]
+    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised[:, None], level[:, None], which)[:, 0])
 
 
 def block_metrics(

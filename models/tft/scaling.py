@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.tft.baselines import Past, aimed_origins, linear_inputs, linear_models, pooled_model
 from models.windows import SeriesArrays, WindowBatch
 
 logger = logging.getLogger(__name__)
 Floats = NDArray[np.float64]
-Anchor = Literal["none", "difference", "ratio"]
+Anchor = Literal["none", "difference", "ratio", "linear"]
 CLIP = 50.0
 
 
@@ -35,7 +36,8 @@ class Scaler:
     """Statistics of the train block. Historical columns and the target are per series, with the pooled values in one
     more row for series never seen; static and future columns are pooled (per series they would be erased).
 
-    A target with an anchor is the change from the last known value: a difference, or a log ratio.
+    A target with an anchor is the change from the last known value (a difference, or a log ratio) or from a linear forecast:
+    the ridge of lags and running means in baselines.py, fitted on the train block.
     """
 
     names: tuple[str, ...]
@@ -50,14 +52,21 @@ class Scaler:
     future_scale: Floats
     target_mean: Floats  # [S + 1]
     target_scale: Floats
+    linear_mean: Floats = field(default_factory=lambda: np.empty(0))  # [S + 1, F], with anchor linear alone
+    linear_inverse_scale: Floats = field(default_factory=lambda: np.empty(0))  # [S + 1, F]
+    linear_weights: Floats = field(default_factory=lambda: np.empty(0))  # [S + 1, F, H]
+    linear_intercept: Floats = field(default_factory=lambda: np.empty(0))  # [S + 1, H]
 
     @classmethod
-    def fit(cls, series: SeriesArrays, train: NDArray[np.int64], target: Floats, anchor: str) -> Scaler:
-        """Statistics of the rows `train` [S, 2]. Raises ValueError for ratio anchors of targets that are not positive."""
+    def fit(
+        cls, series: SeriesArrays, train: NDArray[np.int64], target: Floats, anchor: str, horizon: int = 1
+    ) -> Scaler:  # fmt: skip
+        """Statistics of the rows `train` [S, 2]; `horizon` is for a linear anchor. Raises ValueError for ratio anchors of
+        targets that are not positive."""
         blocks = [slice(int(a), int(b)) for a, b in train]
         positive = all(bool((target[rows] > 0).all()) for rows in blocks)
         if anchor == "auto":
-            anchor = "ratio" if positive else "none"
+            anchor = "ratio" if positive else "linear"
         if anchor == "ratio" and not positive:
             raise ValueError("anchor ratio needs a target above zero; use difference or none")
         inside = np.concatenate([np.arange(b.start, b.stop) for b in blocks])
@@ -68,6 +77,9 @@ class Scaler:
         for index, block in enumerate(blocks):
             if block.stop == block.start:  # nothing of its own to learn from
                 historical[index], targets[index] = historical[-1], targets[-1]
+        linear: dict[str, Floats] = {}
+        if anchor == "linear":
+            linear, targets = _linear(series, train, target, horizon)
         trained = [i for i, b in enumerate(blocks) if b.stop > b.start]
         static = series.static[trained].astype(np.float64)
         static_mean, static_scale = _moments(static)
@@ -77,8 +89,8 @@ class Scaler:
             historical_mean=np.stack([m for m, _ in historical]), historical_scale=np.stack([s for _, s in historical]),
             static_mean=static_mean, static_scale=static_scale, static_low=static.min(0), static_high=static.max(0),
             future_mean=future_mean, future_scale=future_scale,
-            target_mean=np.array([0.0 if anchor != "none" else m[0] for m, _ in targets]),
-            target_scale=np.array([s[0] for _, s in targets]),
+            target_mean=np.array([m[0] if anchor == "none" else 0.0 for m, _ in targets]),
+            target_scale=np.array([s[0] for _, s in targets]), **linear,
         )  # fmt: skip
 
     def rows_of(self, series: SeriesArrays) -> NDArray[np.int64]:
@@ -118,28 +130,40 @@ class Scaler:
         static, historical, future = (torch.from_numpy(np.clip(x, -CLIP, CLIP).astype(np.float32)) for x in scaled)
         return static, historical, future
 
-    def normalise(self, target: Floats, last: Floats, which: NDArray[np.int64]) -> Floats:
-        """Target values [S, K, H] in normalised units, given the last known values [S, K]."""
-        scale, mean = self.target_scale[which][:, None, None], self.target_mean[which][:, None, None]
-        if self.anchor == "ratio":
-            return np.log(target / last[..., None]) / scale
-        base = last[..., None] if self.anchor == "difference" else mean
-        return (target - base) / scale
+    def levels(self, series: SeriesArrays, target: Floats) -> Floats:
+        """What a forecast from every row is relative to: [N, 1], or by step [N, H] with a linear anchor. No later row counts."""
+        which = self.rows_of(series)[series.series_of_row]
+        if self.anchor == "none":
+            return self.target_mean[which, None]
+        if self.anchor != "linear":
+            return np.asarray(target, np.float64)[:, None]
+        past = Past.of(series, np.zeros((len(series.names), 2), np.int64), target, "none")
+        inputs = linear_inputs(past)
+        out = np.empty((len(target), self.linear_intercept.shape[1]))
+        for row in np.unique(which):
+            mine = which == row
+            standard = (inputs[mine] - self.linear_mean[row]) * self.linear_inverse_scale[row]
+            out[mine] = standard @ self.linear_weights[row] + self.linear_intercept[row]
+        return out
 
-    def restore(self, quantiles: Floats, last: Floats, which: NDArray[np.int64]) -> Floats:
+    def normalise(self, target: Floats, levels: Floats, which: NDArray[np.int64]) -> Floats:
+        """Target values [S, K, H] in normalised units, given the `levels` of their origins [S, K, 1 or H]."""
+        change = np.log(target / levels) if self.anchor == "ratio" else target - levels
+        return change / self.target_scale[which][:, None, None]
+
+    def restore(self, quantiles: Floats, levels: Floats, which: NDArray[np.int64]) -> Floats:
         """Quantiles [S, K, H, Q] in the target's own unit; rising order is kept."""
-        scale = self.target_scale[which][:, None, None, None]
+        change = quantiles * self.target_scale[which][:, None, None, None]
         if self.anchor == "ratio":
-            return last[..., None, None] * np.exp(np.clip(quantiles * scale, -700, 700))
-        mean = self.target_mean[which][:, None, None, None]
-        return quantiles * scale + (last[..., None, None] if self.anchor == "difference" else mean)
+            return levels[..., None] * np.exp(np.clip(change, -700, 700))
+        return change + levels[..., None]
 
     def tensors(self) -> dict[str, Tensor]:
         """The statistics as tensors of a checkpoint."""
         return {f"scaler.{name}": torch.from_numpy(value.copy()) for name, value in self._arrays().items()}
 
     def _arrays(self) -> dict[str, Floats]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray) and value.size}
 
     @classmethod
     def from_checkpoint(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Scaler:
@@ -148,6 +172,27 @@ class Scaler:
             name.removeprefix("scaler."): value.numpy() for name, value in tensors.items() if name.startswith("scaler.")
         }
         return cls(names=tuple(metadata["series"]), anchor=metadata["anchor"], **arrays)
+
+
+def _linear(
+    series: SeriesArrays, train: NDArray[np.int64], target: Floats, horizon: int
+) -> tuple[dict[str, Floats], list[tuple[Floats, Floats]]]:
+    """Ridges by series with the pooled one last, as arrays; and mean 0 and the deviation of their residuals."""
+    past = Past.of(series, train, target, "none")
+    inputs = linear_inputs(past)
+    every = np.arange(len(train))
+    models = linear_models(past, inputs, (0.5,), horizon, every)
+    ridges = [models[int(s)] for s in every] + [pooled_model(past, inputs, (0.5,), horizon)]
+    deviations = []
+    for origins, ridge in zip([*aimed_origins(past, horizon), np.concatenate(aimed_origins(past, horizon))], ridges, strict=True):
+        used = origins if len(origins) else np.concatenate(aimed_origins(past, horizon))
+        residuals = past.values[used[:, None] + np.arange(1, horizon + 1)] - ridge.points(inputs[used])
+        deviations.append((np.zeros(1), _moments(residuals.reshape(-1, 1))[1]))
+    arrays = {
+        "linear_mean": np.stack([r.mean for r in ridges]), "linear_inverse_scale": np.stack([r.inverse_scale for r in ridges]),
+        "linear_weights": np.stack([r.weights for r in ridges]), "linear_intercept": np.stack([r.intercept for r in ridges]),
+    }  # fmt: skip
+    return arrays, deviations
 
 
 def _changes(target: Floats, anchor: str) -> Floats:

@@ -8,7 +8,7 @@ import gc
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,11 @@ class Updates:
     config: TFTConfig
     device: str
     micro_batch: int
+    levels: Floats = field(init=False)
     halvings: int = 0
+
+    def __post_init__(self) -> None:
+        self.levels = self.scaler.levels(self.windows.series, self.target)
 
     def gradients(self, starts: NDArray[np.int64]) -> Tensor:
         """Adds the gradients of the mean pinball loss (normalised units, masked windows do not count) and returns that loss.
@@ -100,19 +104,20 @@ class Updates:
         total = torch.zeros((), device=self.device)
         for batch in batches:
             # The sum over all windows of the whole batch: a mean of means is wrong when the last part is smaller
-            loss = train_loss(self.network, self.scaler, self.windows, self.target, batch, self.config, self.device) / terms
+            loss = train_loss(self.network, self.scaler, self.windows, self.target, self.levels, batch, self.config, self.device)
+            loss = loss / terms
             torch.autograd.backward(loss)
             total += loss.detach()
         return total
 
 
 def train_loss(
-    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, batch: WindowBatch,
-    config: TFTConfig, device: str,
+    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, levels: Floats,
+    batch: WindowBatch, config: TFTConfig, device: str,
 ) -> Tensor:  # fmt: skip
     """Summed pinball loss, in normalised units, of the batch's windows; masked windows do not count."""
     rows = scaler.rows_of(windows.series)
-    aim = scaler.normalise(target[windows.target_rows(batch)], target[batch.origins], rows[batch.series])
+    aim = scaler.normalise(target[windows.target_rows(batch)], levels[batch.origins], rows[batch.series])
     inputs = [to_device(t, device) for t in scaler.inputs(batch, rows)]
     wanted, counted = (to_device(torch.from_numpy(x), device) for x in (aim.astype(np.float32), batch.valid))
     return (pinball(network(*inputs), wanted, config.quantiles) * counted[:, :, None, None]).sum()
@@ -157,7 +162,7 @@ def _train(
             f"no series is long enough for context {config.context} + horizon {config.horizon} in its train block; "
             f"rows by series: {training.short_series}"
         )
-    scaler = Scaler.fit(series, blocks["train"], target, config.anchor)
+    scaler = Scaler.fit(series, blocks["train"], target, config.anchor, config.horizon)
     scaler.check_ratio(series, target, np.arange(len(target)))
     memory = fitting_plan(config, series.contract.sizes)
     peak_memory = PeakMemory(device)
@@ -348,7 +353,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
         normalised = network(*scaler.inputs(batch, rows)).double().numpy()
     if "conformal.shift" in snapshot.tensors:
         normalised = shifted(normalised, snapshot.tensors["conformal.shift"].numpy())
-    quantiles = scaler.restore(normalised, target[batch.origins], rows[batch.series])[:, 0]
+    quantiles = scaler.restore(normalised, scaler.levels(series, target)[batch.origins], rows[batch.series])[:, 0]
     if not np.isfinite(quantiles).all():
         raise CheckpointError("the model's forecasts are not finite")
     ahead = windows.target_rows(batch)[:, 0]
