@@ -16,6 +16,7 @@ from models.tft.baselines import BASELINES, FEWEST, Past, linear_inputs, linear_
 from models.tft.calibration import conformal_shift, shifted
 from models.tft.config import TFTConfig
 from models.tft.evaluation import Forecasts, block_metrics, covered, pinball_numpy
+from models.tft.scaling import Scaler
 from models.tft.training import forecast
 from models.windows import block_rows
 
@@ -193,7 +194,7 @@ def test_short_and_unseen_series_take_the_pooled_statistics(anchor):
     origins = np.array([b + 500, c + 70, d + 300])
     levels = forecasts("ewma", past, [1, 2, 3], origins)[:, 0]
     moves = (np.log(levels) if anchor == "ratio" else levels) - past.values[origins, None]
-    own, short, unseen = moves / baselines._volatility(past)[origins, None]
+    own, short, unseen = moves / baselines.volatility(past, baselines._train_variances(past))[origins, None]
     assert short == pytest.approx(unseen, rel=1e-9)
     assert own != pytest.approx(unseen, rel=1e-3)
 
@@ -339,10 +340,11 @@ def test_forecasts_apply_the_shift_in_normalised_units(runs):
     tensors = {name: t for name, t in snapshot.tensors.items() if name != "conformal.shift"}
     before, after = forecast(Snapshot(tensors, snapshot.metadata), SERIES), forecast(snapshot, SERIES)
     assert snapshot.metadata["anchor"] == "ratio"
+    frame = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata).frame(SERIES, SERIES.target(None))
     for s, (a, b) in enumerate(zip(before, after, strict=True)):
-        last = SERIES.target(None)[SERIES.offsets[s + 1] - 4]
-        scale = float(snapshot.tensors["scaler.target_scale"][s])
-        plain, moved = (np.log(f.quantiles / last) / scale for f in (a, b))
+        level, spread = frame.at(np.array(SERIES.offsets[s + 1] - 4))
+        assert level == SERIES.target(None)[SERIES.offsets[s + 1] - 4]
+        plain, moved = (np.log(f.quantiles / level) / spread[:, None] for f in (a, b))
         assert moved == pytest.approx(shifted(plain, snapshot.tensors["conformal.shift"].numpy()), abs=1e-9)
         assert not np.array_equal(a.quantiles, b.quantiles)
     off = forecast(read_checkpoint_bytes(runs[False].final, None), SERIES)

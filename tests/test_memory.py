@@ -47,7 +47,9 @@ def updates_of(c, micro_batch):
     windows = WindowDataset(SERIES, rows, c.context, c.horizon)
     torch.manual_seed(0)
     network = TemporalFusionTransformer(c, SIZES)
-    updates = training.Updates(network, Scaler.fit(SERIES, rows, target, "auto"), windows, target, c, "cpu", micro_batch)
+    updates = training.Updates(
+        network, Scaler.fit(SERIES, rows, target, "auto", c.horizon), windows, target, c, "cpu", micro_batch
+    )
     starts = windows.random_starts(c.batch_size, 2, np.random.default_rng(3))
     starts[-1] = 1, windows.first_origin[1] + windows.counts[1] - 1
     assert windows.batch(starts, 2).valid.sum() == 2 * c.batch_size - 1
@@ -138,8 +140,8 @@ def test_planted_mean_of_means_is_caught(monkeypatch):
     parts, _ = updates_of(config(dropout=0.0), 4)
     sound = training.train_loss
 
-    def mean_of_means(network, scaler, windows, target, levels, batch, c, device):
-        return sound(network, scaler, windows, target, levels, batch, c, device) / batch.windows * 9 / 2
+    def mean_of_means(network, scaler, windows, target, frame, batch, c, device):
+        return sound(network, scaler, windows, target, frame, batch, c, device) / batch.windows * 9 / 2
 
     expected = whole.gradients(starts)
     monkeypatch.setattr(training, "train_loss", mean_of_means)
@@ -182,8 +184,8 @@ def test_out_of_memory_halves_the_micro_batch_and_comes_to_the_same_weights(monk
     c = config(batch_size=8, windows_per_start=1)
     sound, graphs = training.train_loss, []
 
-    def hungry(network, scaler, windows, target, levels, batch, c, device):
-        loss = sound(network, scaler, windows, target, levels, batch, c, device)
+    def hungry(network, scaler, windows, target, frame, batch, c, device):
+        loss = sound(network, scaler, windows, target, frame, batch, c, device)
         # The graphs of earlier failures are gone before the next try starts
         assert all(graph() is None for graph in graphs)
         if batch.windows > 2:
@@ -245,19 +247,19 @@ def leaking(monkeypatch, kind):
     """Plant a leak into training; returns what holds it."""
     kept, sound = [], training.train_loss
 
-    def loss_of(network, scaler, windows, target, levels, batch, c, device):
+    def loss_of(network, scaler, windows, target, frame, batch, c, device):
         if kind == "attention":
             hook = network.attention.register_forward_hook(lambda module, inputs, output: kept.append(output))
             try:
-                return sound(network, scaler, windows, target, levels, batch, c, device) + 0 * sum(w.sum() for _, w in kept[-1:])
+                return sound(network, scaler, windows, target, frame, batch, c, device) + 0 * sum(w.sum() for _, w in kept[-1:])
             finally:
                 hook.remove()
-        metric = sound(network, scaler, windows, target, levels, batch, c, device)  # of a forward that no backward frees
+        metric = sound(network, scaler, windows, target, frame, batch, c, device)  # of a forward that no backward frees
         if kind == "metrics":
             kept.append(metric)
         else:
             kept[:] = [sum(kept) + metric]
-        return sound(network, scaler, windows, target, levels, batch, c, device)
+        return sound(network, scaler, windows, target, frame, batch, c, device)
 
     monkeypatch.setattr(training, "train_loss", loss_of)
     return kept

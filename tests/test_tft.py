@@ -464,9 +464,7 @@ def forecast_of(series, origin, mode, gradient_checkpointing, anchor="ratio"):
     torch.manual_seed(11)
     net.train(mode == "train")
     normalised = net(*scaler.inputs(batch, scaler.rows_of(series))).detach().double().numpy()
-    return scaler.restore(
-        normalised, scaler.levels(series, series.target(None))[batch.origins], scaler.rows_of(series)[batch.series]
-    )
+    return scaler.restore(normalised, scaler.frame(series, series.target(None)).at(batch.origins))
 
 
 def changed_after(series, origin, random):
@@ -503,9 +501,9 @@ def test_scaler_learns_from_the_train_rows_alone():
         values[170:] *= 1000
     train = block_rows(series, Split(), 10)["train"]
     assert train.tolist() == [[0, 140]]
-    plain = Scaler.fit(series, train, series.target(None), "none")
+    plain = Scaler.fit(series, train, series.target(None), "none", 4)
     jumped = dataclasses.replace(series, **jump)
-    shifted = Scaler.fit(jumped, train, jumped.target(None), "none")
+    shifted = Scaler.fit(jumped, train, jumped.target(None), "none", 4)
     for name, values in plain._arrays().items():
         assert np.array_equal(values, getattr(shifted, name)), name
     assert plain.target_mean[0] == pytest.approx(series.price[:140].mean(), rel=1e-9)
@@ -515,7 +513,7 @@ def test_scaler_learns_from_the_train_rows_alone():
 
 def test_static_columns_keep_their_differences_between_series():
     series = series_arrays({"AAA": 60, "BBB": 60})
-    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "none")
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "none", 4)
     windows = WindowDataset(series, block_rows(series, Split(), 0)["train"], 12, 4)
     static, _, _ = scaler.inputs(windows.batch(np.array([[0, 20], [1, 80]]), 1), scaler.rows_of(series))
     assert not torch.equal(static[0], static[1])
@@ -541,17 +539,18 @@ def test_constant_and_extreme_values_stay_finite(level):
 @pytest.mark.parametrize("anchor", ["none", "difference", "ratio"])
 def test_normalising_and_restoring_are_inverse(anchor):
     series = series_arrays({"AAA": 80, "BBB": 40})
-    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), anchor)
-    values, last, which = np.abs(np.random.default_rng(0).normal(30, 3, (2, 3, 4))), np.full((2, 3, 1), 20.0), np.array([0, 1])
-    there = scaler.normalise(values, last, which)
-    back = scaler.restore(there[..., None], last, which)[..., 0]
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), anchor, 4)
+    values = np.abs(np.random.default_rng(0).normal(30, 3, (2, 3, 4)))
+    frame = scaler.frame(series, series.target(None)).at(np.array([[5, 6, 7], [90, 91, 92]]))
+    there = scaler.normalise(values, frame)
+    back = scaler.restore(there[..., None], frame)[..., 0]
     assert np.allclose(values, back, rtol=1e-12)
     assert math.isfinite(float(there.sum()))
 
 
 def test_series_never_seen_is_forecast_with_pooled_statistics_and_a_warning(caplog):
     series = series_arrays({"AAA": 80, "BBB": 40})
-    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "none")
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "none", 4)
     static = series.static.copy()
     static[0, 2] = 99
     fresh = dataclasses.replace(series, names=("NEWX", "BBB"), static=static)
@@ -568,7 +567,7 @@ def test_series_never_seen_is_forecast_with_pooled_statistics_and_a_warning(capl
 
 def test_ratio_of_a_target_that_is_not_above_zero_is_refused_by_series():
     series = series_arrays({"AAA": 80, "BBB": 40})
-    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "auto")
+    scaler = Scaler.fit(series, block_rows(series, Split(), 0)["train"], series.target(None), "auto", 4)
     target = series.target(None).copy()
     scaler.check_ratio(series, target, np.arange(120))
     target[115] = 0.0  # after the train block

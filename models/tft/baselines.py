@@ -74,7 +74,7 @@ def naive(past: Past, which: Rows, origins: Rows, levels: Sequence[float], horiz
 def ewma_band(past: Past, which: Rows, origins: Rows, levels: Sequence[float], horizon: int) -> Floats:
     """Last value plus z sigma sqrt(h): sigma the EWMA volatility at the origin, z the train quantiles of h-step changes
     divided by the sigma sqrt(h) of their own origin, by series and step."""
-    sigma = _volatility(past)
+    sigma = volatility(past, _train_variances(past))
     root = np.sqrt(np.arange(1, horizon + 1))
     standardised = [
         [change / (sigma[a : a + len(change)] * root[h]) for h, change in enumerate(past.changes(np.array([a, b]), horizon))]
@@ -84,19 +84,23 @@ def ewma_band(past: Past, which: Rows, origins: Rows, levels: Sequence[float], h
     return past.restore(past.values[origins][:, None, None] + band)
 
 
-def _volatility(past: Past) -> Floats:
-    """EWMA volatility of one-row changes up to and including every row [N]. It starts from the train block's mean square
-    (the pooled one for a series without), and is never below `CALM` times its root."""
-    squares = [past.changes(block, 1)[0] ** 2 for block in past.train]
-    every = np.concatenate(squares)
-    pooled = float(every.mean()) if len(every) else 0.0
-    sigma = np.zeros_like(past.values)
-    for (a, b), train in zip(past.spans, squares, strict=True):
-        start = float(train.mean()) if len(train) else pooled
+def volatility(past: Past, variances: Floats) -> Floats:
+    """EWMA volatility of one-row changes up to and including every row [N]. It starts from the variance given for each
+    series [S], and is never below `CALM` times its root."""
+    sigma = np.ones_like(past.values)
+    for (a, b), start in zip(past.spans, variances.tolist(), strict=True):
         moves = (np.diff(past.values[a:b]) ** 2).tolist()
         found = list(accumulate(moves, lambda old, move: DECAY * old + (1 - DECAY) * move, initial=start))
         sigma[a:b] = np.maximum(np.sqrt(found[: b - a]), max(CALM * start**0.5, 1e-300))
     return sigma
+
+
+def _train_variances(past: Past) -> Floats:
+    """Mean square of one-row changes in the train block, by series; the pooled one for a series without."""
+    squares = [past.changes(block, 1)[0] ** 2 for block in past.train]
+    every = np.concatenate(squares)
+    pooled = float(every.mean()) if len(every) else 0.0
+    return np.array([float(s.mean()) if len(s) else pooled for s in squares])
 
 
 @dataclass(frozen=True)

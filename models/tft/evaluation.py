@@ -56,7 +56,7 @@ def forecast_block(
     device: str,
 ) -> Forecasts:
     """Forecasts of every window of a block, in evaluation mode, without gradients."""
-    rows, levels = scaler.rows_of(windows.series), scaler.levels(windows.series, target)
+    rows, frame = scaler.rows_of(windows.series), scaler.frame(windows.series, target)
     out: list[list[Any]] = [[] for _ in range(6)]
     was_training = network.training
     network.eval()
@@ -66,11 +66,10 @@ def forecast_block(
                 count = batch.windows
                 inputs = (t.to(device) for t in scaler.inputs(batch, rows))
                 normalised = network(*inputs).double().cpu().numpy()
-                which = rows[batch.series]
-                level, actual = levels[batch.origins], target[windows.target_rows(batch)]
+                here, actual = frame.at(batch.origins), target[windows.target_rows(batch)]
                 pieces = (
-                    scaler.restore(normalised, level, which)[0], actual[0], normalised[0],
-                    scaler.normalise(actual, level, which)[0], np.repeat(batch.series, count), batch.origins[0],
+                    scaler.restore(normalised, here)[0], actual[0], normalised[0],
+                    scaler.normalise(actual, here)[0], np.repeat(batch.series, count), batch.origins[0],
                 )  # fmt: skip
                 for total, piece in zip(out, pieces, strict=True):
                     total.append(piece)
@@ -82,8 +81,8 @@ def forecast_block(
 def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, series: SeriesArrays, target: Floats) -> Forecasts:
     """The same forecasts with the conformal shift [H, Q], in normalised units, applied."""
     normalised = shifted(found.normalised, shift)
-    which, level = scaler.rows_of(series)[found.series], scaler.levels(series, target)[found.origins]
-    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised[:, None], level[:, None], which)[:, 0])
+    frame = scaler.frame(series, target).at(found.origins)
+    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised, frame))
 
 
 def block_metrics(

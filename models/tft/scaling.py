@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.tft.baselines import Past, aimed_origins, linear_inputs, linear_models, pooled_model
+from models.tft.baselines import Past, aimed_origins, linear_inputs, linear_models, pooled_model, volatility
 from models.windows import SeriesArrays, WindowBatch
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,17 @@ def _moments(values: Floats) -> tuple[Floats, Floats]:
     return mean * size, np.where(deviation > 1e-9, deviation * size, 1.0)
 
 
+class Frame(NamedTuple):
+    """Levels that forecasts are relative to and the spreads they are measured by, by origin: [..., 1], or by step [..., H]."""
+
+    levels: Floats
+    spreads: Floats
+
+    def at(self, origins: NDArray[np.int64]) -> Frame:
+        """The frame of some origins."""
+        return Frame(self.levels[origins], self.spreads[origins])
+
+
 @dataclass(frozen=True)
 class Scaler:
     """Statistics of the train block. Historical columns and the target are per series, with the pooled values in one
@@ -42,6 +53,7 @@ class Scaler:
 
     names: tuple[str, ...]
     anchor: Anchor
+    horizon: int
     historical_mean: Floats  # [S + 1, V]
     historical_scale: Floats
     static_mean: Floats  # [V]
@@ -59,10 +71,9 @@ class Scaler:
 
     @classmethod
     def fit(
-        cls, series: SeriesArrays, train: NDArray[np.int64], target: Floats, anchor: str, horizon: int = 1
+        cls, series: SeriesArrays, train: NDArray[np.int64], target: Floats, anchor: str, horizon: int
     ) -> Scaler:  # fmt: skip
-        """Statistics of the rows `train` [S, 2]; `horizon` is for a linear anchor. Raises ValueError for ratio anchors of
-        targets that are not positive."""
+        """Statistics of the rows `train` [S, 2]. Raises ValueError for ratio anchors of targets that are not positive."""
         blocks = [slice(int(a), int(b)) for a, b in train]
         positive = all(bool((target[rows] > 0).all()) for rows in blocks)
         if anchor == "auto":
@@ -85,7 +96,7 @@ class Scaler:
         static_mean, static_scale = _moments(static)
         future_mean, future_scale = _moments(series.future[inside].astype(np.float64))
         return cls(
-            names=series.names, anchor=anchor,  # type: ignore[arg-type]
+            names=series.names, anchor=anchor, horizon=horizon,  # type: ignore[arg-type]
             historical_mean=np.stack([m for m, _ in historical]), historical_scale=np.stack([s for _, s in historical]),
             static_mean=static_mean, static_scale=static_scale, static_low=static.min(0), static_high=static.max(0),
             future_mean=future_mean, future_scale=future_scale,
@@ -130,33 +141,39 @@ class Scaler:
         static, historical, future = (torch.from_numpy(np.clip(x, -CLIP, CLIP).astype(np.float32)) for x in scaled)
         return static, historical, future
 
-    def levels(self, series: SeriesArrays, target: Floats) -> Floats:
-        """What a forecast from every row is relative to: [N, 1], or by step [N, H] with a linear anchor. No later row counts."""
-        which = self.rows_of(series)[series.series_of_row]
+    def frame(self, series: SeriesArrays, target: Floats) -> Frame:
+        """What a forecast from every row is relative to and measured by; no later row counts.
+
+        With a ratio or difference anchor the unit is the EWMA volatility at the origin times sqrt(h): the network learns how
+        much wider or narrower than that band the next bars are.
+        """
+        which = self.rows_of(series)
+        by_row, scale = which[series.series_of_row], self.target_scale
         if self.anchor == "none":
-            return self.target_mean[which, None]
+            return Frame(self.target_mean[by_row, None], scale[by_row, None])
+        past = Past.of(series, np.zeros((len(which), 2), np.int64), target, self.anchor)
         if self.anchor != "linear":
-            return np.asarray(target, np.float64)[:, None]
-        past = Past.of(series, np.zeros((len(series.names), 2), np.int64), target, "none")
+            sigma = volatility(past, scale[which] ** 2)
+            return Frame(np.asarray(target, np.float64)[:, None], sigma[:, None] * np.sqrt(np.arange(1, self.horizon + 1)))
         inputs = linear_inputs(past)
-        out = np.empty((len(target), self.linear_intercept.shape[1]))
-        for row in np.unique(which):
-            mine = which == row
+        levels = np.empty((len(target), self.horizon))
+        for row in np.unique(by_row):
+            mine = by_row == row
             standard = (inputs[mine] - self.linear_mean[row]) * self.linear_inverse_scale[row]
-            out[mine] = standard @ self.linear_weights[row] + self.linear_intercept[row]
-        return out
+            levels[mine] = standard @ self.linear_weights[row] + self.linear_intercept[row]
+        return Frame(levels, scale[by_row, None])
 
-    def normalise(self, target: Floats, levels: Floats, which: NDArray[np.int64]) -> Floats:
-        """Target values [S, K, H] in normalised units, given the `levels` of their origins [S, K, 1 or H]."""
-        change = np.log(target / levels) if self.anchor == "ratio" else target - levels
-        return change / self.target_scale[which][:, None, None]
+    def normalise(self, target: Floats, frame: Frame) -> Floats:
+        """Target values [..., H] in normalised units, given the frame of their origins."""
+        change = np.log(target / frame.levels) if self.anchor == "ratio" else target - frame.levels
+        return change / frame.spreads
 
-    def restore(self, quantiles: Floats, levels: Floats, which: NDArray[np.int64]) -> Floats:
-        """Quantiles [S, K, H, Q] in the target's own unit; rising order is kept."""
-        change = quantiles * self.target_scale[which][:, None, None, None]
+    def restore(self, quantiles: Floats, frame: Frame) -> Floats:
+        """Quantiles [..., H, Q] in the target's own unit; rising order is kept."""
+        change = quantiles * frame.spreads[..., None]
         if self.anchor == "ratio":
-            return levels[..., None] * np.exp(np.clip(change, -700, 700))
-        return change + levels[..., None]
+            return frame.levels[..., None] * np.exp(np.clip(change, -700, 700))
+        return change + frame.levels[..., None]
 
     def tensors(self) -> dict[str, Tensor]:
         """The statistics as tensors of a checkpoint."""
@@ -171,7 +188,8 @@ class Scaler:
         arrays: dict[str, Any] = {
             name.removeprefix("scaler."): value.numpy() for name, value in tensors.items() if name.startswith("scaler.")
         }
-        return cls(names=tuple(metadata["series"]), anchor=metadata["anchor"], **arrays)
+        horizon = metadata["config"]["horizon"]
+        return cls(names=tuple(metadata["series"]), anchor=metadata["anchor"], horizon=horizon, **arrays)
 
 
 def _linear(

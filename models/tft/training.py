@@ -26,7 +26,7 @@ from models.tft.evaluation import block_metrics, calibrated, covered, forecast_b
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
-from models.tft.scaling import Floats, Scaler
+from models.tft.scaling import Floats, Frame, Scaler
 from models.windows import SeriesArrays, WindowBatch, WindowDataset, block_rows, last_windows
 
 logger = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class Updates:
     config: TFTConfig
     device: str
     micro_batch: int
-    levels: Floats = field(init=False)
+    frame: Frame = field(init=False)
     halvings: int = 0
 
     def __post_init__(self) -> None:
-        self.levels = self.scaler.levels(self.windows.series, self.target)
+        self.frame = self.scaler.frame(self.windows.series, self.target)
 
     def gradients(self, starts: NDArray[np.int64]) -> Tensor:
         """Adds the gradients of the mean pinball loss (normalised units, masked windows do not count) and returns that loss.
@@ -104,7 +104,7 @@ class Updates:
         total = torch.zeros((), device=self.device)
         for batch in batches:
             # The sum over all windows of the whole batch: a mean of means is wrong when the last part is smaller
-            loss = train_loss(self.network, self.scaler, self.windows, self.target, self.levels, batch, self.config, self.device)
+            loss = train_loss(self.network, self.scaler, self.windows, self.target, self.frame, batch, self.config, self.device)
             loss = loss / terms
             torch.autograd.backward(loss)
             total += loss.detach()
@@ -112,12 +112,12 @@ class Updates:
 
 
 def train_loss(
-    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, levels: Floats,
+    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, frame: Frame,
     batch: WindowBatch, config: TFTConfig, device: str,
 ) -> Tensor:  # fmt: skip
     """Summed pinball loss, in normalised units, of the batch's windows; masked windows do not count."""
     rows = scaler.rows_of(windows.series)
-    aim = scaler.normalise(target[windows.target_rows(batch)], levels[batch.origins], rows[batch.series])
+    aim = scaler.normalise(target[windows.target_rows(batch)], frame.at(batch.origins))
     inputs = [to_device(t, device) for t in scaler.inputs(batch, rows)]
     wanted, counted = (to_device(torch.from_numpy(x), device) for x in (aim.astype(np.float32), batch.valid))
     return (pinball(network(*inputs), wanted, config.quantiles) * counted[:, :, None, None]).sum()
@@ -353,7 +353,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
         normalised = network(*scaler.inputs(batch, rows)).double().numpy()
     if "conformal.shift" in snapshot.tensors:
         normalised = shifted(normalised, snapshot.tensors["conformal.shift"].numpy())
-    quantiles = scaler.restore(normalised, scaler.levels(series, target)[batch.origins], rows[batch.series])[:, 0]
+    quantiles = scaler.restore(normalised, scaler.frame(series, target).at(batch.origins))[:, 0]
     if not np.isfinite(quantiles).all():
         raise CheckpointError("the model's forecasts are not finite")
     ahead = windows.target_rows(batch)[:, 0]
