@@ -25,6 +25,8 @@ from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, St
 MANIFEST_LIMIT = 4 * 2**20
 ALIAS_LIMIT = 64 * 2**10
 VERSION_LIMIT = 1_000_000
+INT8_LIMIT = 0.02
+"""How much worse than its float weights, relative to their loss, a model with int8 weights may be and become champion."""
 
 
 class TrainedRun(BaseModel):
@@ -339,6 +341,11 @@ def decide_promotion(manifest: ModelManifest, store: ObjectStore, rule: str) -> 
         return False, "rule is never"
     if manifest.family == "dqn" and not manifest.metrics.get("beats_flat"):
         return False, "does not beat flat on the test block"
+    if (int8 := manifest.metrics.get("quantisation")) is not None:
+        if int8["delta"] is None:
+            return False, "no validation block to compare the int8 weights on"
+        if not int8["delta"] <= INT8_LIMIT:
+            return False, f"int8 weights lose {int8['delta']:.1%} on the validation block (limit {INT8_LIMIT:.0%})"
     if current == manifest.version:
         return False, "champion already"
     if current is not None and current > manifest.version:

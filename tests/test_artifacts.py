@@ -279,6 +279,9 @@ def test_of_two_versions_that_both_qualified_the_second_is_judged_again(store, f
         ({}, "never", False, "never"),
         ({"stop_reason": "non_finite_loss"}, "always", False, "not finite"),
         ({"metrics": {"beats_flat": False}}, "always", False, "flat"),
+        ({"metrics": {"beats_flat": True, "quantisation": {"delta": 0.019}}}, "better", True, "first"),
+        ({"metrics": {"beats_flat": True, "quantisation": {"delta": 0.021}}}, "always", False, "int8 weights lose 2.1%"),
+        ({"metrics": {"beats_flat": True, "quantisation": {"delta": None}}}, "always", False, "no validation block"),
     ],
 )
 def test_promotion_rules(folder, change, rule, promoted, why):

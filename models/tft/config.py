@@ -45,6 +45,8 @@ class TFTConfig(RunConfig):
     conformal: bool = Field(
         False, description="Widen or narrow the quantiles by validation-block errors (conformalised quantile regression)."
     )
+    quantisation: Literal["none", "int8"] = Field("none", description="Weights of the final file: float32, or int8 with scales.")
+    quantisation_epochs: int = Field(2, ge=0, description="With int8: epochs of fine-tuning with rounded weights at the end.")
 
     @model_validator(mode="after")
     def _fits(self) -> TFTConfig:

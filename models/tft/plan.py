@@ -113,11 +113,13 @@ def plan(config: TFTConfig, sizes: tuple[int, int, int], share: float, starts: i
     """The plan of an update over `starts` window starts at a time, `share` of the variable chunks' activations recomputed."""
     T, H, K = config.context, config.horizon, config.windows_per_start
     settings = config.model_copy(update={"gradient_checkpointing": share})
+    # Beside rounded weights the float ones wait: as much again as a moment, if every weight were rounded
+    states = ADAM_STATES + (config.quantisation == "int8")
     with torch.device("meta"), LiveTensors() as live:
         live.layer = "parameters"
         network = TemporalFusionTransformer(settings, sizes)
         live.layer = "optimizer"
-        moments = [torch.empty_like(p) for p in network.parameters() for _ in range(ADAM_STATES)]
+        moments = [torch.empty_like(p) for p in network.parameters() for _ in range(states)]
         live.layer = "batch"
         inputs = torch.empty(starts, sizes[0]), torch.empty(starts, K + T - 1, sizes[1]), torch.empty(starts, K + H - 1, sizes[2])
         target = torch.empty(starts, K, H)
@@ -141,15 +143,15 @@ def plan(config: TFTConfig, sizes: tuple[int, int, int], share: float, starts: i
     for name, parameter in network.named_parameters():
         parameters[_layer(name)] += parameter.numel() * parameter.element_size()
     layers = tuple(
-        LayerMemory(name, parameters[name], parameters[name], ADAM_STATES * parameters[name], kept[name])
+        LayerMemory(name, parameters[name], parameters[name], states * parameters[name], kept[name])
         for name in [*dict.fromkeys([*parameters, *kept])]
         if name not in ("parameters", "optimizer", "batch")
     )
     weights = sum(parameters.values())
     # After the first update gradients, moments and weights stand together without any activation
-    peak = max(live.peak, (2 + ADAM_STATES) * weights + live.live["batch"])
+    peak = max(live.peak, (2 + states) * weights + live.live["batch"])
     batch = live.at_peak["batch"]
-    passing = peak - weights * (1 + ADAM_STATES) - live.at_peak["gradients"] - batch - sum(row.kept for row in layers)
+    passing = peak - weights * (1 + states) - live.at_peak["gradients"] - batch - sum(row.kept for row in layers)
     return MemoryPlan(share, starts, K, layers, batch, max(0, passing), peak)
 
 

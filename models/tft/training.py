@@ -9,14 +9,14 @@ import logging
 import math
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.checkpoint import CheckpointError, Snapshot, load_weights
+from models.checkpoint import CheckpointError, Snapshot, checkpoint_bytes, load_weights
 from models.features import FeatureContract
 from models.memory import LeakGuard, PeakMemory, out_of_memory, steady_heap
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
@@ -26,6 +26,7 @@ from models.tft.evaluation import block_metrics, calibrated, covered, forecast_b
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
+from models.tft.quantisation import fine_tune, unpacked
 from models.tft.scaling import Floats, Frame, Scaler
 from models.windows import SeriesArrays, WindowBatch, WindowDataset, block_rows, last_windows
 
@@ -267,14 +268,22 @@ def _train(
             stop_reason = "early_stopping"
             break
 
+    use_best = config.final_weights == "best" and best.epoch is not None and stop_reason != "non_finite_loss"
+    final, tuned = best_weights if use_best else last_weights, None
+    if config.quantisation == "int8" and stop_reason in ("all_epochs", "early_stopping"):
+        network.load_state_dict(final)
+        score_of = (lambda: _validation_score(network, scaler, validation, target, config, device)) if len(validation) else None
+        tuned = fine_tune(network, optimizer, config, training, updates.gradients, score_of, stop_requested)
+        if tuned is None:  # resumed, it begins with the same weights again
+            stop_reason = "interrupted"
+            network.load_state_dict(last_weights)
     if stop_reason == "interrupted":
         on_checkpoint(epoch, True, weights(_copy(network), "last", stop_reason), resume_state())
         return TrainResult(epoch, stop_reason, best.epoch, "last", tuple(history), {}, {})
     measured = peak_memory.growth
-    use_best = config.final_weights == "best" and best.epoch is not None and stop_reason != "non_finite_loss"
-    final = best_weights if use_best else last_weights
-    network.load_state_dict(final)
-    snapshot, shift = weights(final, "best" if use_best else "last", stop_reason), None
+    network.load_state_dict(unpacked(tuned.tensors) if tuned else final)
+    which: Literal["best", "last"] = "best" if use_best else "last"
+    snapshot, shift = weights(tuned.tensors if tuned else final, which, stop_reason), None
     if config.conformal and len(validation):
         seen = forecast_block(network, scaler, validation, target, config, device)
         shift = conformal_shift(seen.normalised, seen.normalised_actual, config.quantiles)
@@ -289,6 +298,9 @@ def _train(
             "starts_at_a_time": updates.micro_batch, "out_of_memory": updates.halvings,
         },
     }  # fmt: skip
+    if tuned is not None:
+        whole = len(checkpoint_bytes(weights(final, which, stop_reason)))
+        metrics["quantisation"] = tuned.metrics(len(checkpoint_bytes(snapshot)) / whole)
     report: dict[str, Any] = {"memory_plan": memory.rows(), "memory_peak": measured}
     for name, windows in (("val", validation), ("test", test)):
         if len(windows):
@@ -302,7 +314,7 @@ def _train(
             if name == "test":
                 report["samples"] = samples(found, series)
                 report["importance"] = importance(network, scaler, windows, device)
-    return TrainResult(epoch, stop_reason, best.epoch, "best" if use_best else "last", tuple(history), metrics, report)
+    return TrainResult(epoch, stop_reason, best.epoch, which, tuple(history), metrics, report)
 
 
 def _validation_score(
@@ -337,7 +349,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     if trained.features != series.contract.features:
         raise ValueError("the source has other feature columns than the model was trained on")
     network = TemporalFusionTransformer(config, series.contract.sizes)
-    load_weights(network, _part(snapshot.tensors, "network."))
+    load_weights(network, unpacked(_part(snapshot.tensors, "network.")))
     network.eval()
     scaler = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
     windows = last_windows(series, config.context, config.horizon)
