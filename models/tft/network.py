@@ -85,7 +85,7 @@ class TemporalFusionTransformer(nn.Module):
             return self._run(static_SV, historical_SRV, future_SRV)[1]
 
     def _run(self, static_SV: Tensor, historical_SRV: Tensor, future_SRV: Tensor) -> tuple[Tensor, Interpretation]:
-        S, T, H = len(static_SV), self.context, self.horizon
+        S, T, H = static_SV.shape[0], self.context, self.horizon  # len() would fix the size of an exported graph
         K = historical_SRV.shape[1] - T + 1
         recompute = self.recompute
         static_SD, static_weights = self.static_selection(static_SV, None, recompute, "static")
