@@ -161,6 +161,7 @@ def write_report(run: TrainedRun, result: TrainResult, path: Path) -> None:
         return f"<table>{cells}</table>"
 
     plots = "".join(f"<h2>{html.escape(title)}</h2>{svg[svg.index('<svg') :]}" for title, svg in _plots(result))
+    plan = f"<h2>Memory plan, MiB</h2>{table(rows)}" if (rows := _plan_rows(result)) else ""
     config = [(k, str(v)) for k, v in run.config.model_dump(mode="json").items()]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(run.model)}</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -168,7 +169,7 @@ def write_report(run: TrainedRun, result: TrainResult, path: Path) -> None:
 table{{border-collapse:collapse}}th,td{{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top;overflow-wrap:anywhere}}
 th{{font-weight:600;white-space:nowrap}}svg{{max-width:100%;height:auto}}</style>
 <h1>{html.escape(run.model)}</h1>{table(_facts(run))}{plots}
-<h2>Metrics</h2>{table(flat_metrics(run.metrics))}<h2>Configuration</h2>{table(config)}</html>
+<h2>Metrics</h2>{table(flat_metrics(run.metrics))}{plan}<h2>Configuration</h2>{table(config)}</html>
 """
     write_atomically(path, page.encode())
 
@@ -180,14 +181,32 @@ def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
 
 def show_training(run: TrainedRun, result: TrainResult, *, seconds: float, device: str) -> None:
     """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database)."""
-    facts = [*_facts(run), ("time", f"{seconds:.1f} s on {device}")]
+    facts = [*_facts(run), ("time", f"{seconds:.1f} s on {device}"), *_memory(run, result)]
     text = f"# {run.model}\n\n{_markdown_table(facts)}\n"
     metrics = f"\n## Metrics\n\n{_markdown_table(flat_metrics(run.metrics))}"
+    if plan := _plan_rows(result):
+        metrics += f"\n## Memory plan, MiB\n\n{_markdown_table(plan)}"
     for title, svg in _plots(result):
         image = f"\n## {title}\n\n![{title}]({data_uri(svg)})\n"
         if len(text) + len(image) + len(metrics) < 290_000:
             text += image
     create_markdown_artifact(text + metrics, key=f"{run.family}-training-report", description=f"Training of {run.model}")
+
+
+def _memory(run: TrainedRun, result: TrainResult) -> list[tuple[str, str]]:
+    """The planned peak of an update beside the measured one of the training, where the family has a plan."""
+    planned = run.metrics.get("memory", {}).get("planned_mib")
+    if planned is None:
+        return []
+    peak = result.report.get("memory_peak")
+    measured = "not measured" if peak is None else f"{peak / 2**20:.0f} MiB measured (batches and validation too)"
+    return [("memory", f"{planned:.0f} MiB planned for an update, {measured}")]
+
+
+def _plan_rows(result: TrainResult) -> list[tuple[str, str]]:
+    rows = result.report.get("memory_plan", ())
+    names = ("parameters", "gradients", "adam", "kept")
+    return [(str(row["layer"]), ", ".join(f"{name} {row[name]:.2f}" for name in names)) for row in rows]
 
 
 def show_validation(table: list[dict[str, Any]], dataset_name: str) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,6 +129,8 @@ def test_runs_show_validation_training_and_lineage_in_the_ui(published):
     with get_client(sync_client=True) as client:
         report = next(a for a in client.read_artifacts(limit=200) if a.key == "tft-training-report")
     assert "data:image/svg+xml;base64," in report.data
+    assert re.search(r"\d+ MiB planned for an update, \d+ MiB measured", report.data)
+    assert "| historical selection | parameters" in report.data
     assert len(report.data) < 300_000
 
 
