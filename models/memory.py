@@ -94,7 +94,7 @@ class PeakMemory:
         else:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-        self.before = in_use(device)
+        self.before = torch.cuda.memory_allocated() if device == "cuda" else _status("VmRSS")
 
     @property
     def growth(self) -> int | None:
@@ -105,9 +105,26 @@ class PeakMemory:
         return max(0, peak - self.before)
 
 
+class _Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2: sizes in bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    )
+
+
 def in_use(device: str) -> int:
-    """Bytes in use now: what torch allocated on CUDA, else the resident set (0 where the kernel does not tell)."""
-    return torch.cuda.memory_allocated() if device == "cuda" else _status("VmRSS")
+    """Bytes in use now: what torch allocated on CUDA, else what the C library has handed out and not got back (glibc; with
+    another one the resident set, 0 where the kernel does not tell)."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    with contextlib.suppress(OSError, AttributeError):
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = _Mallinfo
+        found = mallinfo2()
+        return int(found.uordblks + found.hblkhd)
+    return _status("VmRSS")
 
 
 class LeakGuard:

@@ -64,7 +64,9 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A signal that is ignored (nohup, a job in the background) stays so
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
     def remember(number: int, frame: Any) -> None:
         if received:

@@ -30,6 +30,7 @@ from models.features import FeatureContract
 from models.tft.config import TFTConfig
 from tasks.artifacts import read_manifest, verify
 from tasks.storage import ObjectMissing, open_store
+from tasks.training import stop_signals
 
 TFT = TFTConfig(
     context=8, horizon=3, hidden_size=8, num_heads=2, grn_layers=1, epochs=2, updates_per_epoch=3, batch_size=4,
@@ -307,6 +308,18 @@ def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weigh
     assert finals["stopped"] == finals["whole"]
 
 
+@pytest.mark.parametrize(("handler", "stops"), [(signal.SIG_IGN, False), (lambda number, frame: None, True)])
+def test_a_signal_that_is_ignored_stays_ignored(handler, stops):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with stop_signals() as stop_requested:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop_requested() is stops
+        assert signal.getsignal(signal.SIGINT) is handler or signal.getsignal(signal.SIGINT) == handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_saves_stops_everything_and_is_recorded(published, tmp_path):
     """SIGINT to every process of the terminal: Prefect's temporary server must live until the run's end is recorded."""
     store, report = published
@@ -315,8 +328,9 @@ def test_ctrl_c_saves_stops_everything_and_is_recorded(published, tmp_path):
     command = train_command(report.ingest.dataset, store, 2000)
     command[command.index("stopped")] = "ctrl-c"
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+    )  # fmt: skip
     seen = []
     for line in process.stderr:
         seen.append(line)

@@ -12,7 +12,7 @@ from synthetic import series_arrays
 import models.tft.training as training
 from models.checkpoint import checkpoint_bytes
 from models.config import EarlyStopping
-from models.memory import LeakGuard, LiveTensors, PeakMemory, out_of_memory, parse_size
+from models.memory import LeakGuard, LiveTensors, PeakMemory, in_use, out_of_memory, parse_size
 from models.tft.config import TFTConfig
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
@@ -239,7 +239,7 @@ def test_one_start_that_is_too_much_raises_the_allocators_own_error(monkeypatch)
 
 
 def big(**change):
-    large = {"batch_size": 48, "windows_per_start": 16, "context": 30, "horizon": 10, "epochs": 5, "updates_per_epoch": 4}
+    large = {"batch_size": 48, "windows_per_start": 16, "context": 30, "horizon": 10, "epochs": 5, "updates_per_epoch": 8}
     return config(**{**large, **change})
 
 
@@ -283,6 +283,15 @@ def test_training_without_a_leak_stays_flat(caplog):
     assert not [r for r in caplog.records if "memory grew" in r.getMessage()]
     assert peak.growth is not None
     assert result.report["memory_peak"] is not None
+
+
+def test_memory_in_use_counts_what_is_held_and_not_what_was_freed():
+    before = in_use("cpu")
+    held = torch.zeros(5_000_000)
+    assert in_use("cpu") - before >= held.nbytes
+    size = held.nbytes
+    del held
+    assert in_use("cpu") - before < size / 2
 
 
 def test_leak_guard_compares_with_the_second_epoch(monkeypatch, caplog):
