@@ -21,8 +21,8 @@ class GPU(BaseModel):
 
     name: str
     memory_gib: float
-    usd_per_hour: float | None
-    price_read: date | None
+    usd_per_hour: float | None = None
+    price_read: date | None = None
 
 
 class MemoryReport(BaseModel):

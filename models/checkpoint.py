@@ -39,6 +39,10 @@ class Snapshot:
     tensors: dict[str, Tensor]
     metadata: dict[str, Any]
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors whose names begin with `prefix`, by the rest of their names."""
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
 
 def checkpoint_name(family: str, epoch: int, is_final: bool) -> str:
     """`dqn_epoch_5.safetensors` or `dqn_final_epoch12.safetensors`; `epoch` counts completed epochs."""

@@ -136,9 +136,9 @@ class LeakGuard:
         self.epochs: list[int] = []
         self.warned = False
 
-    def __call__(self) -> None:
-        """To be called at the end of every epoch."""
-        self.epochs.append(in_use(self.device))
+    def __call__(self, on_purpose: int) -> None:
+        """To be called at the end of every epoch; `on_purpose` are bytes held now that come and go, such as the best weights."""
+        self.epochs.append(max(0, in_use(self.device) - on_purpose))
         if len(self.epochs) > 2 and self.epochs[-1] > GROWTH * self.epochs[1] > 0 and not self.warned:
             self.warned = True
             logger.warning(
@@ -160,25 +160,28 @@ _OUT_OF_MEMORY = (
 )
 
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+
+
 @contextlib.contextmanager
 def steady_heap() -> Iterator[None]:
     """Inside, glibc keeps freed memory for the next update instead of giving it back and faulting it in again, and its
     threshold for mapping large blocks stays where it is: without this the heap of a training run breaks up and grows. Does
     nothing with other C libraries. On leaving, what is free goes back to the system."""
-    library: Any = None
-    with contextlib.suppress(OSError, AttributeError):
+    try:
         library = ctypes.CDLL(None)
-        library.malloc_trim(0)  # glibc alone has it
-        trim_threshold, mmap_threshold = -1, -3
-        library.mallopt(mmap_threshold, 2**30)
-        library.mallopt(trim_threshold, 2**31 - 1)
+        mallopt, trim = library.mallopt, library.malloc_trim  # glibc alone has both
+    except (OSError, AttributeError):
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, 2**30)
+    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     try:
         yield
     finally:
-        with contextlib.suppress(AttributeError):
-            library.mallopt(mmap_threshold, 2**25)
-            library.mallopt(trim_threshold, 2**26)
-            library.malloc_trim(0)
+        mallopt(_MMAP_THRESHOLD, 2**25)
+        mallopt(_TRIM_THRESHOLD, 2**26)
+        trim(0)
 
 
 def _status(field: str) -> int:

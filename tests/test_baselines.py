@@ -342,9 +342,9 @@ def test_forecasts_apply_the_shift_in_normalised_units(runs):
     assert snapshot.metadata["anchor"] == "ratio"
     frame = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata).frame(SERIES, SERIES.target(None))
     for s, (a, b) in enumerate(zip(before, after, strict=True)):
-        level, spread = frame.at(np.array(SERIES.offsets[s + 1] - 4))
+        level, spread, growth = frame.at(np.array(SERIES.offsets[s + 1] - 4))
         assert level == SERIES.target(None)[SERIES.offsets[s + 1] - 4]
-        plain, moved = (np.log(f.quantiles / level) / spread[:, None] for f in (a, b))
+        plain, moved = (np.log(f.quantiles / level) / (spread * growth)[:, None] for f in (a, b))
         assert moved == pytest.approx(shifted(plain, snapshot.tensors["conformal.shift"].numpy()), abs=1e-9)
         assert not np.array_equal(a.quantiles, b.quantiles)
     off = forecast(read_checkpoint_bytes(runs[False].final, None), SERIES)

@@ -19,7 +19,7 @@ from models.tft.evaluation import forecast_block
 from models.tft.layers import Recompute
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
-from models.tft.scaling import Scaler
+from models.tft.scaling import Frame, Scaler
 from models.tft.selection import VariableSelection, WeightedGRNs
 from models.windows import WindowDataset, block_rows
 
@@ -493,6 +493,21 @@ def test_what_happens_after_the_origin_changes_no_forecast(mode, gradient_checkp
         )
 
 
+@pytest.mark.parametrize("anchor", ["ratio", "difference", "linear"])
+def test_planted_level_or_spread_of_a_later_row_is_caught(monkeypatch, anchor):
+    series = series_arrays({"AAA": 120})
+    other, sound = changed_after(series, 80, np.random.default_rng(5)), Frame.at
+    for field in ("levels", "spreads"):
+
+        def later(self, origins, field=field):
+            return sound(self, origins)._replace(**{field: getattr(sound(self, origins + 1), field)})
+
+        monkeypatch.setattr(Frame, "at", later)
+        same = np.array_equal(*(forecast_of(s, 80, "eval", "none", anchor) for s in (series, other)))
+        # With a linear anchor the spread is the series' own, the same at every row
+        assert same == (anchor == "linear" and field == "spreads")
+
+
 def test_scaler_learns_from_the_train_rows_alone():
     """Case: a scale jump after the train block; statistics equal those of the train rows to the last bit."""
     series = series_arrays({"AAA": 200})
@@ -531,7 +546,7 @@ def test_constant_and_extreme_values_stay_finite(level):
         scaler = Scaler.fit(extreme, train, target, anchor, config().horizon)
         assert scaler.historical_scale[0, 0] == 1.0
         windows = WindowDataset(extreme, train, 12, 4)
-        found = forecast_block(network(config()), scaler, windows, target, config(), "cpu")
+        found = forecast_block(network(config()), scaler, windows, target, scaler.frame(extreme, target), "cpu")
         assert np.isfinite(found.quantiles).all()
         assert np.isfinite(found.normalised_actual).all()
 

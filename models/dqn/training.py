@@ -160,25 +160,21 @@ class Learner:
         out["rng.torch"] = torch.get_rng_state()
         return out
 
-    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
+    def load(self, saved: Snapshot, updates: int) -> None:
         """Take `state()` back."""
-        load_weights(self.online, _part(tensors, "network."))
-        load_weights(self.target_network, _part(tensors, "target_network."))
+        load_weights(self.online, saved.part("network."))
+        load_weights(self.target_network, saved.part("target_network."))
         moments: dict[int, dict[str, Tensor]] = {}
-        for name, value in _part(tensors, "optimizer.").items():
+        for name, value in saved.part("optimizer.").items():
             index, _, field = name.partition(".")
             moments.setdefault(int(index), {})[field] = value.clone()
         plain = self.optimizer.state_dict()
         self.optimizer.load_state_dict({"state": moments, "param_groups": plain["param_groups"]})
-        self.replay.load(_part(tensors, "replay."))
-        for name, value in _part(tensors, "env.").items():
+        self.replay.load(saved.part("replay."))
+        for name, value in saved.part("env.").items():
             setattr(self.env, name, value.clone())
-        torch.set_rng_state(tensors["rng.torch"])
+        torch.set_rng_state(saved.tensors["rng.torch"])
         self.updates = updates
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 @dataclass
@@ -233,10 +229,10 @@ def train(
         meta = resume.metadata
         if meta["table"] != digest:
             raise ValueError("the resume state was made on other features or prices: train again, without it")
-        learner.load(resume.tensors, meta["update"])
+        learner.load(resume, meta["update"])
         best, history = BestEpoch(**meta["best"]), [EpochRow(**row) for row in meta["history"]]
         epoch, in_epoch, loss_sum, elapsed = meta["epoch"], meta["in_epoch"], meta["loss_sum"], meta["elapsed"]
-        best_weights, last_weights = _part(resume.tensors, "best."), _part(resume.tensors, "last.")
+        best_weights, last_weights = resume.part("best."), resume.part("last.")
 
     def weights(tensors: dict[str, Tensor], which: str, stop_reason: str | None) -> Snapshot:
         metadata: dict[str, Any] = {
@@ -367,7 +363,7 @@ def decide(snapshot: Snapshot, series: SeriesArrays) -> list[Decision]:
         raise ValueError("the source has other feature columns than the agent was trained on")
     tensors = snapshot.tensors
     network = PositionQNetwork(len(tensors["scaler.mean"]), config.hidden_sizes)
-    load_weights(network, _part(tensors, "network."))
+    load_weights(network, snapshot.part("network."))
     scaler = FeatureScaler(tensors["scaler.mean"], tensors["scaler.scale"])
     rows = [int(a + n - 1) for a, n in zip(series.offsets[:-1], series.history_rows, strict=True) if n]
     names = [name for name, n in zip(series.names, series.history_rows, strict=True) if n]

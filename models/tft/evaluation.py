@@ -15,7 +15,7 @@ from models.tft.baselines import BASELINES, Past
 from models.tft.calibration import shifted
 from models.tft.config import TFTConfig
 from models.tft.network import TemporalFusionTransformer
-from models.tft.scaling import Floats, Scaler
+from models.tft.scaling import Floats, Frame, Scaler
 from models.windows import SeriesArrays, WindowBatch, WindowDataset
 
 RUN_WINDOWS = 512
@@ -52,11 +52,11 @@ def forecast_block(
     scaler: Scaler,
     windows: WindowDataset,
     target: Floats,
-    config: TFTConfig,
+    frame: Frame,
     device: str,
 ) -> Forecasts:
-    """Forecasts of every window of a block, in evaluation mode, without gradients."""
-    rows, frame = scaler.rows_of(windows.series), scaler.frame(windows.series, target)
+    """Forecasts of every window of a block, in evaluation mode, without gradients; `frame` is the scaler's of this target."""
+    rows = scaler.rows_of(windows.series)
     out: list[list[Any]] = [[] for _ in range(6)]
     was_training = network.training
     network.eval()
@@ -78,11 +78,10 @@ def forecast_block(
     return Forecasts(*(np.concatenate(part) for part in out))
 
 
-def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, series: SeriesArrays, target: Floats) -> Forecasts:
+def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, frame: Frame) -> Forecasts:
     """The same forecasts with the conformal shift [H, Q], in normalised units, applied."""
     normalised = shifted(found.normalised, shift)
-    frame = scaler.frame(series, target).at(found.origins)
-    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised, frame))
+    return replace(found, normalised=normalised, quantiles=scaler.restore(normalised, frame.at(found.origins)))
 
 
 def block_metrics(

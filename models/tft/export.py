@@ -31,14 +31,9 @@ class PlainSelection(nn.Module):
         super().__init__()
         self.selection = selection
         with torch.no_grad():
-            first, skip = selection._folded(selection.joint_first_weight), selection._folded(selection.joint_skip_weight)
-            weight, bias = selection._folded(selection.first_weight)
-            folded = {
-                "joint_first": first[0], "joint_first_bias": first[1].sum(0) + selection.joint_first_bias,
-                "joint_skip": skip[0], "joint_skip_bias": skip[1].sum(0) + selection.joint_skip_bias,
-                "first": weight, "first_bias": bias + selection.first_bias,
-            }  # fmt: skip
-        for name, tensor in folded.items():
+            joint, first = selection.folded()
+        names = ("joint_first", "joint_first_bias", "joint_skip", "joint_skip_bias", "first", "first_bias")
+        for name, tensor in zip(names, (*joint, *first), strict=True):
             self.register_buffer(name, tensor)
 
     def forward(self, x_RV: Tensor, context_RD: Tensor | None, recompute: Recompute, name: str) -> tuple[Tensor, Tensor]:
@@ -79,8 +74,7 @@ def exported_bytes(snapshot: Snapshot) -> bytes:
     config = TFTConfig.model_validate(snapshot.metadata["config"])
     sizes = FeatureContract.model_validate(snapshot.metadata["contract"]).sizes
     network = TemporalFusionTransformer(config, sizes)
-    weights = {name.removeprefix("network."): t for name, t in snapshot.tensors.items() if name.startswith("network.")}
-    load_weights(network, unpacked(weights))
+    load_weights(network, unpacked(snapshot.part("network.")))
     module = _OneWindow(network).eval()
     starts = torch.export.Dim("starts", min=1)
     rows = {"historical": config.context, "future": config.horizon}

@@ -51,6 +51,19 @@ def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if autocast_dtype(x) == x.dtype else torch.autocast(x.device.type, enabled=False)
 
 
+def random_state(device: torch.device) -> Tensor:
+    """The state of the global generator that dropout on this device draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Put that generator back to a state of `random_state`."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 def random_bytes(*shape: int, device: torch.device) -> Tensor:
     """Random bytes drawn from the global generator of the device as 64-bit words: several times cheaper than floats."""
     size = math.prod(shape)

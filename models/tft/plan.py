@@ -18,11 +18,9 @@ from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 
 ADAM_STATES = 2
-
-
 LSTM_KEPT = 18.4
 """What an LSTM keeps for its backward pass on a CPU (oneDNN), in sizes of its output with the width rounded up to 16: measured
-with `LiveTensors` for widths 8 to 128, 8 to 60 steps. A GPU keeps less."""
+with `LiveTensors` for widths 8 to 128, 8 to 60 steps. What cuDNN keeps has not been measured."""
 
 
 class MemoryBudgetError(ValueError):

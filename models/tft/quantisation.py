@@ -154,7 +154,7 @@ def fine_tune(
         network.train()
         random = np.random.default_rng([config.seed, epoch, STREAM])
         starts = training.random_starts(config.updates_per_epoch * config.batch_size, config.windows_per_start, random)
-        total = 0.0
+        losses: list[Tensor] = []
         for batch in starts.reshape(config.updates_per_epoch, config.batch_size, 2):
             if stop_requested():
                 return None
@@ -163,7 +163,8 @@ def fine_tune(
                 loss = gradients(batch)
             norm = nn.utils.clip_grad_norm_(network.parameters(), config.gradient_clip)
             optimizer.step()
-            total += float(torch.where(norm.isfinite(), loss, math.nan))
+            losses.append(torch.where(norm.isfinite(), loss, math.nan))
+        total = float(torch.stack(losses).double().sum())
         found = scored() if math.isfinite(total) else None
         if not math.isfinite(total) or (found is not None and not math.isfinite(found)):
             logger.error("tft int8 epoch %d: the loss is not finite; the weights before it are kept", epoch + 1)

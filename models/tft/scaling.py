@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.tft.baselines import Past, aimed_origins, linear_inputs, linear_models, pooled_model, volatility
+from models.tft.baselines import Past, Ridge, aimed_origins, linear_inputs, linear_models, pooled_model, volatility
 from models.windows import SeriesArrays, WindowBatch
 
 logger = logging.getLogger(__name__)
@@ -32,14 +32,16 @@ def _moments(values: Floats) -> tuple[Floats, Floats]:
 
 
 class Frame(NamedTuple):
-    """Levels that forecasts are relative to and the spreads they are measured by, by origin: [..., 1], or by step [..., H]."""
+    """Levels that forecasts are relative to, by origin [..., 1] or also by step [..., H], and the spreads that they are measured
+    by: of the origin [..., 1] x of the step [1 or H]."""
 
     levels: Floats
     spreads: Floats
+    growth: Floats
 
     def at(self, origins: NDArray[np.int64]) -> Frame:
         """The frame of some origins."""
-        return Frame(self.levels[origins], self.spreads[origins])
+        return Frame(self.levels[origins], self.spreads[origins], self.growth)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Scaler:
         if anchor == "auto":
             anchor = "ratio" if positive else "linear"
         if anchor == "ratio" and not positive:
-            raise ValueError("anchor ratio needs a target above zero; use difference or none")
+            raise ValueError("anchor ratio needs a target above zero; use linear, difference or none")
         inside = np.concatenate([np.arange(b.start, b.stop) for b in blocks])
         wide = [series.historical[b].astype(np.float64) for b in blocks]
         historical = [_moments(w) for w in wide] + [_moments(np.concatenate(wide))]
@@ -127,7 +129,7 @@ class Scaler:
         if len(bad):
             names = ", ".join(series.names[s] for s in np.unique(bad))
             raise ValueError(
-                f"anchor ratio needs a target above zero, after the train block too: use difference or none: {names}"
+                f"anchor ratio needs a target above zero, after the train block too: use linear, difference or none: {names}"
             )
 
     def inputs(self, batch: WindowBatch, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,27 +152,30 @@ class Scaler:
         which = self.rows_of(series)
         by_row, scale = which[series.series_of_row], self.target_scale
         if self.anchor == "none":
-            return Frame(self.target_mean[by_row, None], scale[by_row, None])
+            return Frame(self.target_mean[by_row, None], scale[by_row, None], np.ones(1))
         past = Past.of(series, np.zeros((len(which), 2), np.int64), target, self.anchor)
         if self.anchor != "linear":
-            sigma = volatility(past, scale[which] ** 2)
-            return Frame(np.asarray(target, np.float64)[:, None], sigma[:, None] * np.sqrt(np.arange(1, self.horizon + 1)))
+            sigma, root = volatility(past, scale[which] ** 2), np.sqrt(np.arange(1, self.horizon + 1))
+            return Frame(np.asarray(target, np.float64)[:, None], sigma[:, None], root)
         inputs = linear_inputs(past)
         levels = np.empty((len(target), self.horizon))
         for row in np.unique(by_row):
             mine = by_row == row
-            standard = (inputs[mine] - self.linear_mean[row]) * self.linear_inverse_scale[row]
-            levels[mine] = standard @ self.linear_weights[row] + self.linear_intercept[row]
-        return Frame(levels, scale[by_row, None])
+            ridge = Ridge(
+                self.linear_mean[row], self.linear_inverse_scale[row], self.linear_weights[row], self.linear_intercept[row],
+                residuals=np.empty(0),
+            )  # fmt: skip
+            levels[mine] = ridge.points(inputs[mine])
+        return Frame(levels, scale[by_row, None], np.ones(1))
 
     def normalise(self, target: Floats, frame: Frame) -> Floats:
         """Target values [..., H] in normalised units, given the frame of their origins."""
         change = np.log(target / frame.levels) if self.anchor == "ratio" else target - frame.levels
-        return change / frame.spreads
+        return change / (frame.spreads * frame.growth)
 
     def restore(self, quantiles: Floats, frame: Frame) -> Floats:
         """Quantiles [..., H, Q] in the target's own unit; rising order is kept."""
-        change = quantiles * frame.spreads[..., None]
+        change = quantiles * (frame.spreads * frame.growth)[..., None]
         if self.anchor == "ratio":
             return frame.levels[..., None] * np.exp(np.clip(change, -700, 700))
         return change + frame.levels[..., None]
@@ -201,9 +206,10 @@ def _linear(
     every = np.arange(len(train))
     models = linear_models(past, inputs, (0.5,), horizon, every)
     ridges = [models[int(s)] for s in every] + [pooled_model(past, inputs, (0.5,), horizon)]
-    deviations = []
-    for origins, ridge in zip([*aimed_origins(past, horizon), np.concatenate(aimed_origins(past, horizon))], ridges, strict=True):
-        used = origins if len(origins) else np.concatenate(aimed_origins(past, horizon))
+    deviations, by_series = [], aimed_origins(past, horizon)
+    pooled = np.concatenate(by_series)
+    for origins, ridge in zip([*by_series, pooled], ridges, strict=True):
+        used = origins if len(origins) else pooled
         residuals = past.values[used[:, None] + np.arange(1, horizon + 1)] - ridge.points(inputs[used])
         deviations.append((np.zeros(1), _moments(residuals.reshape(-1, 1))[1]))
     arrays = {

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from models.tft.layers import GatedLinear, Recompute, autocast_dtype, full_precision, random_bytes
+from models.tft.layers import (
+    GatedLinear,
+    Recompute,
+    autocast_dtype,
+    full_precision,
+    random_bytes,
+    random_state,
+    set_random_state,
+)
 
 VSN_CHUNK = {"cpu": 3, "cuda": 15}
 """Variables per chunk by device. Part of the arithmetic, so one value for every setting: on a CPU small enough for the
@@ -51,14 +59,12 @@ class VariableSelection(nn.Module):
     def forward(self, x_RV: Tensor, context_RD: Tensor | None, recompute: Recompute, name: str) -> tuple[Tensor, Tensor]:
         """Selected features [R, D] of scalar inputs [R, V], and the selection weights [R, V]."""
         with full_precision(x_RV):
-            first, skip = self._folded(self.joint_first_weight), self._folded(self.joint_skip_weight)
-            joint = (first[0], first[1].sum(0) + self.joint_first_bias, skip[0], skip[1].sum(0) + self.joint_skip_bias)
-            folded_weight, folded_bias = self._folded(self.first_weight)
+            joint, first = self.folded()
         context = () if context_RD is None else (context_RD,)
         weights_RV = recompute(f"{name} weights", self._weights, x_RV, *joint, *context)
         parameters = (
-            folded_weight, folded_bias + self.first_bias, self.second_weight, self.second_bias, self.gate_weight,
-            self.gate_bias, self.embed_weight, self.embed_bias, self.norm_weight, self.norm_bias,
+            *first, self.second_weight, self.second_bias, self.gate_weight, self.gate_bias, self.embed_weight, self.embed_bias,
+            self.norm_weight, self.norm_bias,
         )  # fmt: skip
         x_VR, weights_VR = x_RV.t().contiguous(), weights_RV.t().contiguous()
         p = self.p if self.training else 0.0
@@ -68,9 +74,15 @@ class VariableSelection(nn.Module):
             selected_RD = _forward(recompute, name, p, x_VR, weights_VR, parameters, None)
         return selected_RD, weights_RV
 
-    def _folded(self, weight_VDE: Tensor) -> tuple[Tensor, Tensor]:
-        """The embedding's weight and bias carried through a linear layer per variable: [V, E] each."""
-        return tuple(torch.bmm(t.unsqueeze(1), weight_VDE).squeeze(1) for t in (self.embed_weight, self.embed_bias))  # type: ignore[return-value]
+    def folded(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Weight and bias of the scalars themselves, embeddings folded in: of the joint first layer ([V, D], [D]) and its skip
+        ([V, V], [V]), and of every variable's first layer ([V, D] each)."""
+        layers = (self.joint_first_weight, self.joint_skip_weight, self.first_weight)
+        first, skip, own = (
+            [torch.bmm(t.unsqueeze(1), weight).squeeze(1) for t in (self.embed_weight, self.embed_bias)] for weight in layers
+        )
+        joint = (first[0], first[1].sum(0) + self.joint_first_bias, skip[0], skip[1].sum(0) + self.joint_skip_bias)
+        return joint, (own[0], own[1] + self.first_bias)
 
     def _weights(
         self, x_RV: Tensor, first_VD: Tensor, first_D: Tensor, skip_VV: Tensor, skip_V: Tensor, context_RD: Tensor | None = None
@@ -95,7 +107,7 @@ class WeightedGRNs(torch.autograd.Function):
     def forward(ctx: Any, recompute: Recompute, name: str, p: float, x_VR: Tensor, s_VR: Tensor, *parameters: Tensor) -> Tensor:
         kept: dict[str, Tensor] = {}
         ctx.recompute, ctx.name, ctx.p, ctx.matmul = recompute, name, p, autocast_dtype(x_VR)
-        ctx.random_state = _random_state(x_VR)
+        ctx.random_state = random_state(x_VR.device)
         total_RD = _forward(recompute, name, p, x_VR, s_VR, parameters, kept)
         ctx.names = tuple(kept)
         ctx.save_for_backward(x_VR, s_VR, *parameters, *kept.values())
@@ -119,9 +131,9 @@ class WeightedGRNs(torch.autograd.Function):
         torch.matmul(s_VR, dout_RD, out=dshift)
         mean_VR = (scale @ dout_RD.t()).div_(D)
         scratch = _scratch(x_VR)
-        later_state = _random_state(x_VR)
+        later_state = random_state(x_VR.device)
         if ctx.p and dropped["keep"]:
-            _set_random_state(x_VR, ctx.random_state)
+            set_random_state(x_VR.device, ctx.random_state)
         for i in _visited(x_VR, len(chunks), dropped):
             chunk = chunks[i]
             at, k = chunk.at, chunk.boost
@@ -132,7 +144,7 @@ class WeightedGRNs(torch.autograd.Function):
             made = chunk.run(have, scratch, scratch)
             h1, h2, gates, normed, rstd = (made[name] for name in ("h1", "h2", "gates", "normed", "rstd"))
             if i + 1 == dropped["keep"]:
-                _set_random_state(x_VR, later_state)
+                set_random_state(x_VR.device, later_state)
             s_CR, gate = s_VR[at], gates[..., D:]
             # LayerNorm: dpre = s rstd (m - mean(m) - normed mean(m normed)) with m = dout scale
             q = torch.mul(normed, dout_RD, out=scratch("q", C, R, D))
@@ -241,17 +253,6 @@ def _scratch(like: Tensor) -> _Allocate:
         return made[name][: math.prod(shape)].view(shape)
 
     return allocate
-
-
-def _random_state(x: Tensor) -> Tensor:
-    return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
-
-
-def _set_random_state(x: Tensor, state: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.set_rng_state(state, x.device)
-    else:
-        torch.set_rng_state(state)
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:

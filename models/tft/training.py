@@ -8,7 +8,7 @@ import gc
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequ
 from models.tft.calibration import conformal_shift, shifted
 from models.tft.config import TFTConfig
 from models.tft.evaluation import block_metrics, calibrated, covered, forecast_block, importance, pinball_numpy, samples
+from models.tft.layers import random_state, set_random_state
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
@@ -35,10 +36,6 @@ logger = logging.getLogger(__name__)
 
 def _copy(network: torch.nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in network.state_dict().items()}
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def adamw(network: torch.nn.Module, config: TFTConfig) -> torch.optim.AdamW:
@@ -62,14 +59,11 @@ class Updates:
     scaler: Scaler
     windows: WindowDataset
     target: Floats
+    frame: Frame
     config: TFTConfig
     device: str
     micro_batch: int
-    frame: Frame = field(init=False)
     halvings: int = 0
-
-    def __post_init__(self) -> None:
-        self.frame = self.scaler.frame(self.windows.series, self.target)
 
     def gradients(self, starts: NDArray[np.int64]) -> Tensor:
         """Adds the gradients of the mean pinball loss (normalised units, masked windows do not count) and returns that loss.
@@ -77,7 +71,8 @@ class Updates:
         Out of memory: the pass starts again from the same random state with half the starts at a time. Raises the
         allocator's error when one start is too much.
         """
-        state = torch.get_rng_state(), torch.cuda.get_rng_state() if self.device == "cuda" else None
+        device = torch.device(self.device)
+        state = random_state(device)
         while True:
             try:
                 return self._pass(starts)
@@ -88,10 +83,9 @@ class Updates:
             # Out here the error is gone, and with its traceback every tensor of the pass that failed
             self.network.zero_grad(set_to_none=True)
             gc.collect()
-            if state[1] is not None:
+            if self.device == "cuda":
                 torch.cuda.empty_cache()
-                torch.cuda.set_rng_state(state[1])
-            torch.set_rng_state(state[0])
+            set_random_state(device, state)
             self.micro_batch = (self.micro_batch + 1) // 2
             self.halvings += 1
             logger.warning("out of memory (%s): from now on %d window starts at a time", said, self.micro_batch)
@@ -105,23 +99,17 @@ class Updates:
         total = torch.zeros((), device=self.device)
         for batch in batches:
             # The sum over all windows of the whole batch: a mean of means is wrong when the last part is smaller
-            loss = train_loss(self.network, self.scaler, self.windows, self.target, self.frame, batch, self.config, self.device)
-            loss = loss / terms
+            loss = self.summed_loss(batch) / terms
             torch.autograd.backward(loss)
             total += loss.detach()
         return total
 
-
-def train_loss(
-    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, target: Floats, frame: Frame,
-    batch: WindowBatch, config: TFTConfig, device: str,
-) -> Tensor:  # fmt: skip
-    """Summed pinball loss, in normalised units, of the batch's windows; masked windows do not count."""
-    rows = scaler.rows_of(windows.series)
-    aim = scaler.normalise(target[windows.target_rows(batch)], frame.at(batch.origins))
-    inputs = [to_device(t, device) for t in scaler.inputs(batch, rows)]
-    wanted, counted = (to_device(torch.from_numpy(x), device) for x in (aim.astype(np.float32), batch.valid))
-    return (pinball(network(*inputs), wanted, config.quantiles) * counted[:, :, None, None]).sum()
+    def summed_loss(self, batch: WindowBatch) -> Tensor:
+        """Summed pinball loss of the batch's windows, in normalised units; masked windows do not count."""
+        aim = self.scaler.normalise(self.target[self.windows.target_rows(batch)], self.frame.at(batch.origins))
+        inputs = [to_device(t, self.device) for t in self.scaler.inputs(batch, self.scaler.rows_of(self.windows.series))]
+        wanted, counted = (to_device(torch.from_numpy(x), self.device) for x in (aim.astype(np.float32), batch.valid))
+        return (pinball(self.network(*inputs), wanted, self.config.quantiles) * counted[:, :, None, None]).sum()
 
 
 def to_device(tensor: Tensor, device: str) -> Tensor:
@@ -176,18 +164,19 @@ def _train(
         if config.conformal:
             logger.warning("no validation windows: the quantiles are not calibrated")
 
-    updates = Updates(network, scaler, training, target, config, device, memory.starts)
+    frame = scaler.frame(series, target)
+    updates = Updates(network, scaler, training, target, frame, config, device, memory.starts)
     leak_guard = LeakGuard(device)
     best, history = BestEpoch(), []
     epoch, in_epoch, loss_sum, elapsed = 0, 0, 0.0, 0.0
     best_weights = last_weights = _copy(network)
     if resume is not None:
         meta, tensors = resume.metadata, resume.tensors
-        load_weights(network, _part(tensors, "network."))
+        load_weights(network, resume.part("network."))
         moments: dict[int, dict[str, Tensor]] = {}
-        for name, value in _part(tensors, "optimizer.").items():
-            index, _, field = name.partition(".")
-            moments.setdefault(int(index), {})[field] = value.clone()
+        for name, value in resume.part("optimizer.").items():
+            index, _, moment = name.partition(".")
+            moments.setdefault(int(index), {})[moment] = value.clone()
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng.torch"])
         if device == "cuda" and "rng.cuda" in tensors:
@@ -195,7 +184,7 @@ def _train(
         best, history = BestEpoch(**meta["best"]), [EpochRow(**row) for row in meta["history"]]
         epoch, in_epoch, loss_sum, elapsed = meta["epoch"], meta["in_epoch"], meta["loss_sum"], meta["elapsed"]
         updates.micro_batch, updates.halvings = meta["micro_batch"], meta["halvings"]
-        best_weights, last_weights = _part(tensors, "best."), _part(tensors, "last.")
+        best_weights, last_weights = resume.part("best."), resume.part("last.")
 
     def weights(tensors: dict[str, Tensor], which: str, stop_reason: str | None) -> Snapshot:
         metadata: dict[str, Any] = {
@@ -248,7 +237,9 @@ def _train(
         finite = math.isfinite(loss_sum)
         if finite and stop_reason == "interrupted":
             break
-        score = _validation_score(network, scaler, validation, target, config, device) if finite and len(validation) else None
+        score = (
+            _validation_score(network, scaler, validation, target, frame, config, device) if finite and len(validation) else None
+        )
         if not finite or (score is not None and not math.isfinite(score)):
             logger.error("tft epoch %d: the loss is not finite; the weights of epoch %d are kept", epoch + 1, epoch)
             stop_reason = "non_finite_loss"
@@ -261,7 +252,8 @@ def _train(
             best_weights = last_weights
         in_epoch, loss_sum, elapsed = 0, 0.0, 0.0
         on_epoch(row)
-        leak_guard()
+        copies = {t.data_ptr(): t.nbytes for t in (*best_weights.values(), *last_weights.values())}
+        leak_guard(on_purpose=sum(copies.values()) if device == "cpu" else 0)
         if epoch % config.checkpoint_every == 0:
             on_checkpoint(epoch, False, weights(last_weights, "last", None), resume_state())
         if score is not None and best.exhausted(config.early_stopping):
@@ -272,7 +264,9 @@ def _train(
     final, tuned = best_weights if use_best else last_weights, None
     if config.quantisation == "int8" and stop_reason in ("all_epochs", "early_stopping"):
         network.load_state_dict(final)
-        score_of = (lambda: _validation_score(network, scaler, validation, target, config, device)) if len(validation) else None
+        score_of = (
+            (lambda: _validation_score(network, scaler, validation, target, frame, config, device)) if len(validation) else None
+        )
         tuned = fine_tune(network, optimizer, config, training, updates.gradients, score_of, stop_requested)
         if tuned is None:  # resumed, it begins with the same weights again
             stop_reason = "interrupted"
@@ -285,7 +279,7 @@ def _train(
     which: Literal["best", "last"] = "best" if use_best else "last"
     snapshot, shift = weights(tuned.tensors if tuned else final, which, stop_reason), None
     if config.conformal and len(validation):
-        seen = forecast_block(network, scaler, validation, target, config, device)
+        seen = forecast_block(network, scaler, validation, target, frame, device)
         shift = conformal_shift(seen.normalised, seen.normalised_actual, config.quantiles)
         snapshot.tensors["conformal.shift"] = torch.from_numpy(shift)
     # Before the report: whatever that may raise, the final file exists
@@ -304,10 +298,10 @@ def _train(
     report: dict[str, Any] = {"memory_plan": memory.rows(), "memory_peak": measured}
     for name, windows in (("val", validation), ("test", test)):
         if len(windows):
-            found = raw = forecast_block(network, scaler, windows, target, config, device)
+            found = raw = forecast_block(network, scaler, windows, target, frame, device)
             # The shift was learnt from the validation block: only the test block can say what it is worth
             if shift is not None and name == "test":
-                found = calibrated(raw, shift, scaler, series, target)
+                found = calibrated(raw, shift, scaler, frame)
             metrics[name] = block_metrics(found, series, blocks["train"], target, config, scaler.anchor)
             if found is not raw:
                 metrics[name]["coverage_raw"] = float(covered(raw.quantiles, raw.actual).mean())
@@ -322,11 +316,12 @@ def _validation_score(
     scaler: Scaler,
     windows: WindowDataset,
     target: Floats,
+    frame: Frame,
     config: TFTConfig,
     device: str,
 ) -> float:
     """Minus the mean pinball loss over all validation windows, in normalised units."""
-    found = forecast_block(network, scaler, windows, target, config, device)
+    found = forecast_block(network, scaler, windows, target, frame, device)
     return -float(pinball_numpy(found.normalised, found.normalised_actual, config.quantiles).mean())
 
 
@@ -349,7 +344,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     if trained.features != series.contract.features:
         raise ValueError("the source has other feature columns than the model was trained on")
     network = TemporalFusionTransformer(config, series.contract.sizes)
-    load_weights(network, unpacked(_part(snapshot.tensors, "network.")))
+    load_weights(network, unpacked(snapshot.part("network.")))
     network.eval()
     scaler = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
     windows = last_windows(series, config.context, config.horizon)
