@@ -176,7 +176,8 @@ def _plots(result: TrainResult) -> list[tuple[str, str]]:
     curve = [("Training", _loss_curve(result))] if result.history else []
     report = result.report
     looked = [*_attention(report), *_selection(report)]
-    return [*curve, *_equity(report), *_by_step(result.metrics), *_fan_charts(report), *looked]
+    # The artifact leaves out what no longer fits: examples last
+    return [*curve, *_equity(report), *_by_step(result.metrics), *looked, *_fan_charts(report)]
 
 
 def _number(value: Any) -> str:
