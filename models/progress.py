@@ -41,7 +41,7 @@ StopRequested = Callable[[], bool]
 @dataclass(frozen=True)
 class TrainResult:
     """How a run ended. `epochs` counts completed epochs; `metrics` are JSON values for the manifest; `report` holds
-    arrays and tables for plots only (never published as numbers of their own)."""
+    arrays and tables for plots and for the files beside the report."""
 
     epochs: int
     stop_reason: StopReason

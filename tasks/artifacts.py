@@ -47,6 +47,7 @@ class TrainedRun(BaseModel):
     best_epoch: int | None
     weights: Literal["best", "last"]
     versions: dict[str, str]
+    extras: tuple[str, ...] = ("report.html",)  # files in `folder` that are published beside the checkpoints
 
 
 def encode(value: BaseModel) -> bytes:
@@ -220,7 +221,7 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
         raise ValueError("an interrupted run is never published; run it again to continue")
     folder = Path(run.folder)
     files = {c.name: StoredFile(sha256=c.sha256, size=c.size) for c in run.checkpoints}
-    files["report.html"] = digest(folder / "report.html")
+    files |= {name: digest(folder / name) for name in run.extras}
     for name, file in files.items():
         if digest(folder / name) != file:
             raise ArtifactIntegrityError(f"{folder / name}: not the bytes that training wrote ({file.sha256})")
@@ -228,7 +229,7 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
     final = next(c.name for c in run.checkpoints if c.is_final)
     manifest = ModelManifest(
         version=claim.version, files=files, final=final, code_version=code_version(),
-        **run.model_dump(exclude={"folder", "checkpoints"}),
+        **run.model_dump(exclude={"folder", "checkpoints", "extras"}),
     )  # fmt: skip
     data = _once(store, f"runs/{run.run_key}/manifest.json", lambda: encode(manifest))
     manifest = ModelManifest.model_validate_json(data)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from models.checkpoint import write_atomically
@@ -91,17 +92,69 @@ def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
 
 
-def _importance(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for group, weights in report.get("importance", {}).items():
-        top = sorted(weights.items(), key=lambda item: -item[1])[:15][::-1]
-        if not top:
-            continue
+def _selection(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    found = report.get("interpretation")
+    if not found:
+        return
+    for group, names in found.names.items():
+        top = np.argsort(-found.means[group], kind="stable")[:15][::-1]
 
-        def draw(axes: Any, top: list[tuple[str, float]] = top) -> None:
-            axes.barh([name for name, _ in top], [weight for _, weight in top], color=COLOURS[0])
+        def draw(axes: Any, group: str = group, names: Sequence[str] = names, top: Any = top) -> None:
+            means, low, high = (x[top] for x in (found.means[group], found.percentiles[group][0], found.percentiles[group][2]))
+            axes.barh([names[i] for i in top], means, color=COLOURS[0])
+            axes.hlines(range(len(top)), low, high, color=COLOURS[1], linewidth=1.2, label="10th to 90th percentile of rows")
             axes.set_xlabel("mean selection weight")
+            axes.legend(frameon=False, loc="lower right")
 
         yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.6 + 0.17 * len(top)))
+
+
+def _attention(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    found = report.get("interpretation")
+    if not found:
+        return
+    steps, width = found.attention.shape
+    # Long contexts in bins: an SVG point each would take more room than it shows
+    starts = np.arange(0, width, -(-width // 300))
+    sizes = np.diff(np.append(starts, width))
+
+    def draw(axes: Any) -> None:
+        for step, colour in zip(sorted({1, (1 + steps) // 2, steps}), COLOURS, strict=False):
+            means = np.add.reduceat(found.attention[step - 1], starts) / sizes
+            axes.plot(starts + (sizes - 1) / 2 + 1 + steps - width, means, color=colour, label=f"{step} ahead")
+        axes.axvline(0.5, color=INK, linestyle=":")
+        axes.set_xlabel("bar relative to the origin (0: the last known one)")
+        axes.set_ylabel("mean attention")
+        axes.legend(frameon=False)
+
+    yield f"Attention, mean of {found.windows} test windows", svg_plot(draw)
+
+
+def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    test = metrics.get("test", {})
+    if "pinball_by_step" not in test:
+        return
+    own = np.array(test["pinball_by_step"])
+    steps = range(1, len(own) + 1)
+
+    def skill(axes: Any) -> None:
+        for (name, row), colour in zip(test["baselines"].items(), COLOURS, strict=False):
+            simple = np.array(row["pinball_by_step"])
+            shares = 100 * np.where(simple > 0, 1 - own / np.where(simple > 0, simple, 1), 0)
+            axes.plot(steps, shares, color=colour, marker=".", label=f"less than {name}")
+        axes.axhline(0, color=INK, linestyle=":")
+        axes.set_xlabel("bars ahead")
+        axes.set_ylabel("pinball saved, %")
+        axes.legend(frameon=False)
+
+    def coverage(axes: Any) -> None:
+        axes.plot(steps, test["coverage_by_step"], color=COLOURS[0], marker=".", label="outer band covers")
+        axes.axhline(test["coverage"], color=INK, linestyle=":", label="all steps")
+        axes.set_xlabel("bars ahead")
+        axes.legend(frameon=False)
+
+    yield "Skill by step on the test block", svg_plot(skill)
+    yield "Coverage by step on the test block", svg_plot(coverage)
 
 
 def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -121,7 +174,10 @@ def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _plots(result: TrainResult) -> list[tuple[str, str]]:
     curve = [("Training", _loss_curve(result))] if result.history else []
-    return [*curve, *_equity(result.report), *_fan_charts(result.report), *_importance(result.report)]
+    report = result.report
+    looked = [*_attention(report), *_selection(report)]
+    # The artifact leaves out what no longer fits: examples last
+    return [*curve, *_equity(report), *_by_step(result.metrics), *looked, *_fan_charts(report)]
 
 
 def _number(value: Any) -> str:
@@ -134,6 +190,8 @@ def flat_metrics(metrics: dict[str, Any], prefix: str = "") -> list[tuple[str, s
     for name, value in metrics.items():
         if isinstance(value, dict):
             rows += flat_metrics(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+            rows += flat_metrics({str(i): row for i, row in enumerate(value, 1)}, f"{prefix}{name}.")
         elif isinstance(value, list | tuple):
             rows.append((prefix + name, ", ".join(_number(v) for v in value)))
         else:

@@ -27,6 +27,7 @@ from models.manifest import Checkpoint, Dataset, ModelConfig, StoredFile
 from models.progress import EpochRow, TrainResult
 from tasks import forecastle_home
 from tasks.artifacts import TrainedRun, kept_file, newest_resume, save_resume
+from tasks.interpretation import interpretation_parquet
 from tasks.report import show_training, write_report
 from tasks.series import load_series
 from tasks.storage import ObjectStore, open_store
@@ -204,6 +205,7 @@ def _train(
     if result.stop_reason == "interrupted":  # no signal of ours to hand on: a stop asked for in another way
         raise TrainingInterrupted(f"{model}: stopped after {result.epochs} epochs; a rerun continues from there")
     logger.info("%s ended: %s after %d epochs", model, result.stop_reason, result.epochs)
+    looked = result.report.get("interpretation")
     run = TrainedRun(
         run_key=key,
         model=model,
@@ -219,7 +221,10 @@ def _train(
         best_epoch=result.best_epoch,
         weights=result.weights,
         versions=library_versions(),
+        extras=("report.html",) if looked is None else ("report.html", "interpretation.parquet"),
     )
+    if looked is not None:
+        write_atomically(folder / "interpretation.parquet", interpretation_parquet(looked))
     write_report(run, result, folder / "report.html")
     write_atomically(folder / "run.json", run.model_dump_json(indent=1).encode())
     show_training(run, result, seconds=time.perf_counter() - started, device=device)

@@ -64,6 +64,19 @@ def test_published_version_verifies_and_its_files_come_back(store, folder):
     assert path.read_bytes() == (folder / "run" / manifest.final).read_bytes()
 
 
+def test_extra_files_are_published_read_back_and_verified_like_the_report(store, folder):
+    run = trained(folder / "run", extras=("report.html", "interpretation.parquet"))
+    (folder / "run" / "interpretation.parquet").write_bytes(b"PAR1")
+    assert publish(store, run).files["interpretation.parquet"].size == 4
+    (folder / "spoilt").write_bytes(b"PAR2")
+    key = "models/dqn/1/interpretation.parquet"
+    assert store.get(key) == b"PAR1"
+    store.delete(key)
+    store.put_if_absent(key, folder / "spoilt")
+    with pytest.raises(ArtifactIntegrityError, match="interpretation"):
+        verify(store, "dqn", 1)
+
+
 def test_the_same_run_is_published_once_and_another_gets_the_next_version(store, folder):
     first = publish(store, trained(folder / "a"))
     assert publish(store, trained(folder / "b")) == first

@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prefect.client.orchestration import get_client
@@ -101,7 +102,7 @@ def test_pipeline_publishes_two_verified_models_from_another_contract(published)
     for model, outcome in (("tft", report.tft), ("dqn", report.dqn)):
         manifest = read_manifest(opened, model, outcome.version)
         names = {f"{model}_epoch_1.safetensors", f"{model}_epoch_2.safetensors", f"{model}_final_epoch2.safetensors"}
-        assert set(manifest.files) == {*names, "report.html"}
+        assert set(manifest.files) == {*names, "report.html", *(["interpretation.parquet"] if model == "tft" else [])}
         for name, file in manifest.files.items():
             data = opened.get(f"models/{model}/{manifest.version}/{name}")
             assert (hashlib.sha256(data).hexdigest(), len(data)) == (file.sha256, file.size)
@@ -121,6 +122,16 @@ def test_a_published_final_checkpoint_tells_where_it_comes_from(published, tmp_p
     assert metadata["contract_fingerprint"] == manifest.dataset.contract.fingerprint
     assert (metadata["dataset"], metadata["stop_reason"]) == (manifest.dataset.fingerprint, "all_epochs")
     assert metadata["weights"] in {"best", "last"}
+
+
+def test_interpretation_is_published_as_parquet_with_a_row_per_variable_and_attention_cell(published):
+    store, report = published
+    data = open_store(store).get(f"models/tft/{report.tft.version}/interpretation.parquet")
+    table = pq.read_table(pa.BufferReader(data)).to_pylist()
+    assert [row["kind"] for row in table] == ["selection"] * (3 + 40 + 4) + ["attention"] * 3 * (8 + 3)
+    assert {row["variable"] for row in table if row["group"] == "future"} == {f"f_{i:03d}" for i in range(4)}
+    for step in (1, 2, 3):
+        assert sum(row["weight"] for row in table if row["horizon_step"] == step) == pytest.approx(1)
 
 
 def test_runs_show_validation_training_and_lineage_in_the_ui(published):
@@ -212,8 +223,6 @@ def test_predict_tells_an_action_for_every_position_and_needs_a_champion_or_a_ve
 
 
 def test_refused_source_exits_3_names_column_and_count_and_leaves_the_store_empty(source, tmp_path, capfd):
-    import pyarrow as pa
-
     bad = tmp_path / "bad"
     bad.mkdir()
     file = sorted(source.rglob("*.parquet"))[0]

@@ -47,6 +47,8 @@ class TFTConfig(RunConfig):
     )
     quantisation: Literal["none", "int8"] = Field("none", description="Weights of the final file: float32, or int8 with scales.")
     quantisation_epochs: int = Field(2, ge=0, description="With int8: epochs of fine-tuning with rounded weights at the end.")
+    rolling_cuts: int = Field(0, ge=0, description="Earlier train / val / test blocks to evaluate further models on.")
+    extra_seeds: int = Field(0, ge=0, description="Further seeds to evaluate on the ordinary split.")
 
     @model_validator(mode="after")
     def _fits(self) -> TFTConfig:
@@ -56,4 +58,7 @@ class TFTConfig(RunConfig):
             raise ValueError("gradient_checkpointing auto and memory_budget go together: give both or neither")
         if any(a >= b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False)):
             raise ValueError(f"quantiles must rise: {self.quantiles}")
+        test = 1 - self.split.train - self.split.val
+        if self.rolling_cuts and not self.split.cut_dates and (test < 1e-9 or self.split.train - self.rolling_cuts * test < 1e-9):
+            raise ValueError(f"{self.rolling_cuts} cuts back by a test share of {test:g} leave nothing to train on or to test")
         return self

@@ -20,6 +20,8 @@ from models.windows import SeriesArrays, WindowBatch, WindowDataset
 
 RUN_WINDOWS = 512
 """Consecutive windows per pass: each row passes the variable selection once per 512 windows."""
+PERCENTILE_ROWS = 16_384
+"""Most rows whose selection weights are kept for percentiles: 14 MB at 210 variables."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def block_metrics(
         simple[name] = pinball_numpy(quantiles, found.actual, config.quantiles)
         baselines[name] = {
             "pinball": float(simple[name].mean()),
+            "pinball_by_step": [float(x) for x in simple[name].mean((0, 2))],
             "q_risk": _q_risk(simple[name], found.actual, config.quantiles),
             "coverage": float(covered(quantiles, found.actual).mean()),
         }
@@ -110,6 +113,7 @@ def block_metrics(
     return {
         "windows": len(found.actual),
         "pinball": float(loss.mean()),
+        "pinball_by_step": [float(x) for x in loss.mean((0, 2))],
         **{f"{name}_pinball": row["pinball"] for name, row in baselines.items()},
         **{f"skill_vs_{name}": _skill(float(loss.mean()), float(other.mean())) for name, other in simple.items()},
         "q_risk": _q_risk(loss, found.actual, config.quantiles),
@@ -137,25 +141,56 @@ def _skill(loss: float, simple: float) -> float:
     return 1 - loss / simple if simple > 0 else 0.0
 
 
-def importance(
-    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, device: str
-) -> dict[str, dict[str, float]]:
-    """Mean selection weight of every variable by group, over all rows that the block's windows see."""
-    rows = scaler.rows_of(windows.series)
-    groups = windows.series.contract.groups()
-    totals = {group: np.zeros(len(names)) for group, names in groups.items()}
+@dataclass(frozen=True)
+class Interpretation:
+    """What the network looked at over a whole block: mean selection weights [V] by group with their 10th, 50th and 90th
+    percentiles over rows [3, V], and mean attention [H, T+H] of each step ahead on the rows -(T-1)..0 and 1..H from the origin.
+    """
+
+    windows: int
+    names: dict[str, tuple[str, ...]]
+    means: dict[str, Floats]
+    percentiles: dict[str, Floats]
+    attention: Floats
+
+
+def interpretation(network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, device: str) -> Interpretation:
+    """Selection weights of every row and attention of every window of a block, in one pass and in evaluation mode.
+
+    A row counts once however many windows share it, and so does a series' static row. The percentiles are of every k-th row,
+    the smallest k that leaves at most `PERCENTILE_ROWS`: those stay in memory, as float32.
+    """
+    rows, groups = scaler.rows_of(windows.series), windows.series.contract.groups()
+    T, H, used = windows.context, windows.horizon, windows.counts[windows.counts > 0]
+    total = dict(zip(groups, (len(used), int((used + T - 1).sum()), int((used + H - 1).sum())), strict=True))
+    every = {group: -(-count // PERCENTILE_ROWS) for group, count in total.items()}
+    sums = {group: np.zeros(len(names)) for group, names in groups.items()}
     seen = dict.fromkeys(groups, 0)
+    kept: dict[str, list[NDArray[np.float32]]] = {group: [] for group in groups}
+    attention = np.zeros((H, T + H))
+    was_training = network.training
     network.eval()
-    for batch in _runs(windows):
-        found = network.interpret(*(t.to(device) for t in scaler.inputs(batch, rows)))
-        for group, weights in zip(groups, (found.static, found.historical, found.future), strict=True):
-            flat = weights.reshape(-1, weights.shape[-1]).double().cpu().numpy()
-            totals[group] += flat.sum(0)
-            seen[group] += len(flat)
-    return {
-        group: {name: float(x) for name, x in zip(names, totals[group] / max(1, seen[group]), strict=True)}
-        for group, names in groups.items()
-    }
+    try:
+        for batch in _runs(windows):
+            found = network.interpret(*(t.to(device) for t in scaler.inputs(batch, rows)))
+            attention += found.attention.sum(0, dtype=torch.float64).cpu().numpy()
+            # Of a run that continues a series, the first rows are the last ones of the run before
+            goes_on = batch.origins[0, 0] > windows.first_origin[batch.series[0]]
+            known = (1, T - 1, H - 1) if goes_on else (0, 0, 0)
+            for group, weights, old in zip(groups, (found.static, found.historical[0], found.future[0]), known, strict=True):
+                new = weights[old:].float().cpu().numpy()
+                sums[group] += new.sum(0, dtype=np.float64)
+                kept[group].append(new[-seen[group] % every[group] :: every[group]].copy())
+                seen[group] += len(new)
+    finally:
+        network.train(was_training)
+    return Interpretation(
+        windows=len(windows),
+        names=dict(groups),
+        means={group: sums[group] / seen[group] for group in groups},
+        percentiles={group: np.quantile(np.concatenate(kept[group]), (0.1, 0.5, 0.9), axis=0) for group in groups},
+        attention=attention / len(windows),
+    )
 
 
 def samples(found: Forecasts, series: SeriesArrays, count: int = 4) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import gc
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,12 +22,13 @@ from models.memory import LeakGuard, PeakMemory, out_of_memory, steady_heap
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
 from models.tft.calibration import conformal_shift, shifted
 from models.tft.config import TFTConfig
-from models.tft.evaluation import block_metrics, calibrated, covered, forecast_block, importance, pinball_numpy, samples
+from models.tft.evaluation import block_metrics, calibrated, covered, forecast_block, interpretation, pinball_numpy, samples
 from models.tft.layers import random_state, set_random_state
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
 from models.tft.quantisation import fine_tune, unpacked
+from models.tft.rolling import more_models
 from models.tft.scaling import Floats, Frame, Scaler
 from models.windows import SeriesArrays, WindowBatch, WindowDataset, block_rows, last_windows
 
@@ -79,7 +80,7 @@ class Updates:
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or self.micro_batch == 1:
                     raise
-                said = str(error).splitlines()[0]
+                said = next(iter(str(error).splitlines()), type(error).__name__)
             # Out here the error is gone, and with its traceback every tensor of the pass that failed
             self.network.zero_grad(set_to_none=True)
             gc.collect()
@@ -133,7 +134,13 @@ def train(
     MemoryBudgetError when `memory_budget` is too small, KeyError for a target that is not there.
     """
     with steady_heap():
-        return _train(config, series, on_epoch, on_checkpoint, stop_requested, resume)
+        result = _train(config, series, on_epoch, on_checkpoint, stop_requested, resume)
+    # Last of all: the final checkpoint is written, and nothing here can take it back
+    ended_well = result.stop_reason in ("all_epochs", "early_stopping")
+    if (config.rolling_cuts or config.extra_seeds) and ended_well and "test" in result.metrics:
+        further = more_models(config, series, train, result.metrics["test"], stop_requested)
+        result = replace(result, metrics={**result.metrics, **further})
+    return result
 
 
 def _train(
@@ -307,7 +314,7 @@ def _train(
                 metrics[name]["coverage_raw"] = float(covered(raw.quantiles, raw.actual).mean())
             if name == "test":
                 report["samples"] = samples(found, series)
-                report["importance"] = importance(network, scaler, windows, device)
+                report["interpretation"] = interpretation(network, scaler, windows, device)
     return TrainResult(epoch, stop_reason, best.epoch, which, tuple(history), metrics, report)
 
 
