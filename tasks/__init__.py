@@ -3,6 +3,7 @@
 A user's own environment or profile wins. Nothing else is loaded here.
 """
 
+import logging
 import os
 import tomllib
 from pathlib import Path
@@ -36,6 +37,9 @@ def set_prefect_defaults() -> None:
         "DO_NOT_TRACK": "1",
         "GX_ANALYTICS_ENABLED": "false",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        # What models/ logs (out of memory, growth, series passed over) belongs to the run, in the UI too
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "models",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     if "PREFECT_API_URL" not in os.environ and not _user_profile_has_api():
         defaults["PREFECT_HOME"] = os.environ.get("PREFECT_HOME") or str(forecastle_home() / "prefect")
@@ -43,6 +47,7 @@ def set_prefect_defaults() -> None:
         defaults["PREFECT_SERVER_EPHEMERAL_ENABLED"] = "true"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("models").setLevel(logging.INFO)  # Prefect gives extra loggers its handlers, not its level
 
 
 def default_store(store: str | None) -> str:

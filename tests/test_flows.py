@@ -317,6 +317,40 @@ def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weigh
     assert finals["stopped"] == finals["whole"]
 
 
+def test_sigterm_during_further_trainings_publishes_nothing_and_a_rerun_publishes_the_model(published, tmp_path):
+    store, report = published
+    environment = {**os.environ, "FORECASTLE_HOME": str(tmp_path)}
+    with get_client(sync_client=True) as client:
+        environment["PREFECT_API_URL"] = str(client.api_url)
+
+    def command(seeds):
+        options = TFT.model_dump(mode="json", include={*TFT.model_fields_set} - {"quantiles"}) | {"extra_seeds": seeds}
+        tokens = [t for k, v in options.items() for t in (f"--config.{k.replace('_', '-')}", str(v))]
+        return [
+            sys.executable, "-m", "flows", "train", "tft", "--dataset", report.ingest.dataset, "--store", store, *tokens,
+            "--name", "further", "--json",
+        ]  # fmt: skip
+
+    process = subprocess.Popen(command(3), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if "seeds {'seed': 1" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    text = "".join(seen) + process.communicate(timeout=60)[1]
+    assert process.returncode != 0, text
+    opened = open_store(store)
+    assert not [k for k in opened.list("models/further/") if k.endswith("manifest.json")], text
+    done = subprocess.run(command(3), capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "resuming further after 2 completed epochs" in done.stderr
+    outcome = json.loads(done.stdout)
+    assert len(outcome["metrics"]["seeds"]) == 3
+    assert outcome["metrics"]["spread"]["seeds"]["complete"]
+    assert set(outcome["files"]) == set(verify(opened, "further", 1).files)
+
+
 @pytest.mark.parametrize(("handler", "stops"), [(signal.SIG_IGN, False), (lambda number, frame: None, True)])
 def test_a_signal_that_is_ignored_stays_ignored(handler, stops):
     before = signal.signal(signal.SIGINT, handler)

@@ -182,10 +182,12 @@ def test_planted_wrong_axis_is_caught(monkeypatch):
 
 def test_planted_rounding_after_folding_is_caught(monkeypatch):
     net = network()
-    sound, fold = reloaded(net), VariableSelection._folded
+    sound, fold = reloaded(net), VariableSelection.folded
     stacked = {name: p for name, p in matrices(net).items() if "first_weight" not in name and "skip_weight" not in name}
     monkeypatch.setattr(quantisation, "matrices", lambda network: stacked)
-    monkeypatch.setattr(VariableSelection, "_folded", lambda self, w: tuple(restored(*quantised(t)) for t in fold(self, w)))
+    monkeypatch.setattr(
+        VariableSelection, "folded", lambda self: tuple(tuple(restored(*quantised(t)) for t in part) for part in fold(self))
+    )
     assert not torch.equal(prepared(net), sound)
 
 
@@ -217,7 +219,7 @@ def test_training_publishes_int8_weights_that_forecast(whole, monkeypatch):
     assert 0 < found["file_ratio"] < 1
     quantiles = [f.quantiles for f in forecast(whole.final, SERIES)]
     assert np.isfinite(quantiles).all()
-    plain = {f"network.{k}": t for k, t in unpacked(models.tft.training._part(whole.final.tensors, "network.")).items()}
+    plain = {f"network.{k}": t for k, t in unpacked(whole.final.part("network.")).items()}
     scaler = {k: t for k, t in whole.final.tensors.items() if not k.startswith("network.")}
     again = [f.quantiles for f in forecast(Snapshot(plain | scaler, whole.final.metadata), SERIES)]
     assert np.array_equal(quantiles, again)
@@ -250,7 +252,7 @@ def test_without_quantisation_nothing_of_it_is_published():
     assert "quantisation" not in plain.result.metrics
     rounded = Run(quantisation_epochs=0).final
     net = network(SERIES.contract.sizes)
-    load_weights(net, models.tft.training._part(plain.final.tensors, "network."))
+    load_weights(net, plain.final.part("network."))
     for name, tensor in packed(net).items():
         assert torch.equal(tensor, rounded.tensors[f"network.{name}"]), name
 
