@@ -28,11 +28,11 @@ venv: ## .venv from the lock, made again when lock, project file or Python chang
 run: venv ## the whole job on real data: S3 server, demo features, both models, published and verified
 	@$(BIN)/forecastle run
 
-test: venv ## every promise once
-	@$(BIN)/python -m pytest -m 'not slow'
+test: venv ## every promise once, in two processes
+	@$(BIN)/python -m pytest -n 2 --dist loadscope -m 'not slow'
 
 test-full: venv ## the full counts
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: venv ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -283,12 +283,12 @@ def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weigh
     environment = {**os.environ, "FORECASTLE_HOME": str(tmp_path_factory.mktemp("stopped"))}
     with get_client(sync_client=True) as client:
         environment["PREFECT_API_URL"] = str(client.api_url)
-    command = train_command(report.ingest.dataset, store, 40)
+    command = train_command(report.ingest.dataset, store, 12)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     seen = []
     for line in process.stderr:
         seen.append(line)
-        if "epoch=3/40" in line:
+        if "epoch=3/12" in line:
             process.send_signal(signal.SIGTERM)
             break
     rest = process.communicate(timeout=60)
@@ -304,16 +304,16 @@ def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weigh
     assert done.returncode == 0, done.stderr
     assert "resuming stopped after" in done.stderr
     outcome = json.loads(done.stdout)
-    assert outcome["epochs"] == 40, time.monotonic() - started
+    assert outcome["epochs"] == 12, time.monotonic() - started
     assert set(outcome["files"]) == {
-        *(f"dqn_epoch_{n}.safetensors" for n in range(2, 41, 2)), "dqn_final_epoch40.safetensors", "report.html",
+        *(f"dqn_epoch_{n}.safetensors" for n in range(2, 13, 2)), "dqn_final_epoch12.safetensors", "report.html",
     }  # fmt: skip
-    whole = train_command(report.ingest.dataset, store, 40)
+    whole = train_command(report.ingest.dataset, store, 12)
     whole[whole.index("stopped")] = "whole"
     done = subprocess.run(whole, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
 
-    finals = {model: read_manifest(opened, model, 1).files["dqn_final_epoch40.safetensors"] for model in ("stopped", "whole")}
+    finals = {model: read_manifest(opened, model, 1).files["dqn_final_epoch12.safetensors"] for model in ("stopped", "whole")}
     assert finals["stopped"] == finals["whole"]
 
 
