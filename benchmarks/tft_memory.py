@@ -244,7 +244,7 @@ alternate.
 | Adam moments, gradients | four times the weights; gradients are freed before each forward pass |
 | a heap that breaks up between updates | seen, up to a third more resident memory, and ended: `steady_heap` in models/memory.py |
 
-The plants are in tests/test_tft.py and tests/test_memory.py.
+The plants are in tests/test_gradient_checkpointing.py and tests/test_memory.py.
 """
 
 

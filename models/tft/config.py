@@ -32,6 +32,9 @@ class TFTConfig(RunConfig):
     learning_rate: float = Field(1e-3, gt=0, description="AdamW step size.")
     weight_decay: float = Field(1e-4, ge=0, description="AdamW weight decay.")
     gradient_clip: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    precision: Literal["float32", "tf32", "bfloat16"] = Field(
+        "float32", description="Of matrix products in updates: float32, tf32 (on a GPU) or bfloat16; weights stay float32."
+    )
     gradient_checkpointing: Literal["none", "full", "auto"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "none",
         description="Recompute activations in backward: none, full, a share of those of the VSN, auto (memory_budget).",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -40,15 +40,33 @@ class Recompute:
         return counted(*inputs)
 
 
+@contextlib.contextmanager
+def gpu_tf32(on: bool) -> Iterator[None]:
+    """float32 matrix products and LSTMs on a GPU with TF32's 10 bits of mantissa inside, or with all 23."""
+    places: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = "tf32" if on else "ieee"
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.fp32_precision = value
+
+
+def _autocast_device(x: Tensor) -> str:
+    return "cpu" if x.is_meta else x.device.type  # a tensor without data stands for one on a CPU
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype of matrix products of x: under autocast its own, else that of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype
+    kind = _autocast_device(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast off, for what must not run in half precision."""
-    return contextlib.nullcontext() if autocast_dtype(x) == x.dtype else torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext() if autocast_dtype(x) == x.dtype else torch.autocast(_autocast_device(x), enabled=False)
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -144,6 +162,7 @@ class InterpretableAttention(nn.Module):
         k = self.key(x_BJD).view(B, J, self.heads, -1).transpose(1, 2)
         scores = q @ k.transpose(2, 3) / math.sqrt(D // self.heads)
         ahead = torch.ones(horizon, J, dtype=torch.bool, device=x_BJD.device).triu(J - horizon + 1)
-        weights = torch.softmax(scores.masked_fill(ahead, float("-inf")), dim=-1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+        weights = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), dim=-1)
         mean_BHJ = dropout(weights, self.p, self.training).mean(1)
         return self.out(mean_BHJ @ self.value(x_BJD)), mean_BHJ

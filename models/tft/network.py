@@ -117,7 +117,8 @@ class TemporalFusionTransformer(nn.Module):
 
         decoded_BHD = recompute("attention", attend, temporal_BJD, enriching_BD)
         decoded_BHD = self.output_skip(decoded_BHD, temporal_BJD[:, T:])
-        heads_BHQ = self.quantile_heads(decoded_BHD)
+        with full_precision(decoded_BHD):
+            heads_BHQ = self.quantile_heads(decoded_BHD.to(self.quantile_heads.weight.dtype))
         # Never crossing: the lowest quantile, then steps that cannot be negative
         lowest, steps = heads_BHQ[..., :1], functional.softplus(heads_BHQ[..., 1:])
         quantiles_BHQ = torch.cat([lowest, lowest + torch.cumsum(steps, -1)], -1)

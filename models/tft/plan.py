@@ -129,7 +129,9 @@ def plan(config: TFTConfig, sizes: tuple[int, int, int], share: float, starts: i
             lstm.forward = partial(_lstm_footprint, lstm)  # type: ignore[method-assign, assignment]
         live.layer = "loss"
         _tag_layers(network, live)
-        loss = pinball(network(*inputs), target, config.quantiles).mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bfloat16"):
+            quantiles = network(*inputs)
+        loss = pinball(quantiles, target, config.quantiles).mean()
         kept = Counter(live.live)
         live.layer = "backward"
         for parameter in network.parameters():

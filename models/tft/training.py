@@ -23,7 +23,7 @@ from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequ
 from models.tft.calibration import conformal_shift, shifted
 from models.tft.config import TFTConfig
 from models.tft.evaluation import block_metrics, calibrated, covered, forecast_block, interpretation, pinball_numpy, samples
-from models.tft.layers import random_state, set_random_state
+from models.tft.layers import gpu_tf32, random_state, set_random_state
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
 from models.tft.plan import fitting_plan
@@ -110,7 +110,9 @@ class Updates:
         aim = self.scaler.normalise(self.target[self.windows.target_rows(batch)], self.frame.at(batch.origins))
         inputs = [to_device(t, self.device) for t in self.scaler.inputs(batch, self.scaler.rows_of(self.windows.series))]
         wanted, counted = (to_device(torch.from_numpy(x), self.device) for x in (aim.astype(np.float32), batch.valid))
-        return (pinball(self.network(*inputs), wanted, self.config.quantiles) * counted[:, :, None, None]).sum()
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            quantiles = self.network(*inputs)
+        return (pinball(quantiles, wanted, self.config.quantiles) * counted[:, :, None, None]).sum()
 
 
 def to_device(tensor: Tensor, device: str) -> Tensor:
@@ -133,7 +135,7 @@ def train(
     Raises ValueError naming the series when none is long enough or a ratio's target is not above zero,
     MemoryBudgetError when `memory_budget` is too small, KeyError for a target that is not there.
     """
-    with steady_heap():
+    with steady_heap(), gpu_tf32(config.precision == "tf32"):
         result = _train(config, series, on_epoch, on_checkpoint, stop_requested, resume)
     # Last of all: the final checkpoint is written, and nothing here can take it back
     ended_well = result.stop_reason in ("all_epochs", "early_stopping")
