@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import get_client
@@ -21,7 +22,9 @@ from models.dqn.config import DQNConfig
 from models.manifest import ModelManifest
 from models.tft.config import TFTConfig
 from tasks import default_store, forecastle_home, local_s3
-from tasks.artifacts import promote, read_manifest, verify
+from tasks.artifacts import read_manifest, verify
+from tasks.garbage import DAY, HOUR, Garbage, collect
+from tasks.registry import ModelList, ShownModel, fetch, list_models, promote, rollback, show
 from tasks.retraining import RetrainReport
 from tasks.storage import open_store
 
@@ -165,15 +168,25 @@ def train_dqn(
     return retrain_dqn(_dataset(dataset, source, store, contract), store, name, config, again)
 
 
-def show_model(name: str, *, version: int | None = None, store: str | None = None) -> ModelManifest:
-    """The verified manifest of a version.
+def list_versions(name: str | None = None, *, store: str | None = None) -> ModelList:
+    """Published versions by number, champions marked, and what happened to the champions.
+
+    Args:
+        name: Name of the model; none lists all.
+        store: file:// or s3:// prefix.
+    """
+    return list_models(open_store(default_store(store)), name)
+
+
+def show_model(name: str, *, version: int | None = None, store: str | None = None) -> ShownModel:
+    """A version from source files to weights, whether this machine could make it again, and the champion's history.
 
     Args:
         name: Name of the model.
         version: Version; none is the champion.
         store: file:// or s3:// prefix.
     """
-    return read_manifest(open_store(default_store(store)), name, version or "champion")
+    return show(open_store(default_store(store)), name, version or "champion")
 
 
 def verify_model(name: str, *, version: int | None = None, store: str | None = None) -> ModelManifest:
@@ -185,9 +198,7 @@ def verify_model(name: str, *, version: int | None = None, store: str | None = N
         store: file:// or s3:// prefix.
     """
     opened = open_store(default_store(store))
-    manifest = read_manifest(opened, name, version or "champion")
-    verify(opened, name, manifest.version)
-    return manifest
+    return verify(opened, name, version or read_manifest(opened, name, "champion").version)
 
 
 def promote_model(name: str, version: int, *, why: str, store: str | None = None) -> dict[str, Any]:
@@ -199,7 +210,53 @@ def promote_model(name: str, version: int, *, why: str, store: str | None = None
         why: Reason, for the record.
         store: file:// or s3:// prefix.
     """
-    return {"promoted": promote(open_store(default_store(store)), name, version, rule="by hand", why=why)}
+    return {"promoted": promote(open_store(default_store(store)), name, version, why=why)}
+
+
+def rollback_model(name: str, *, why: str, store: str | None = None) -> dict[str, Any]:
+    """Make the champion before the present one champion again; the version rolled back from never comes back by itself.
+
+    Args:
+        name: Name of the model.
+        why: Reason, for the record.
+        store: file:// or s3:// prefix.
+    """
+    return {"champion": rollback(open_store(default_store(store)), name, why=why)}
+
+
+def fetch_model(name: str, folder: Path, *, version: int | None = None, store: str | None = None) -> ModelManifest:
+    """Download every file of a version to FOLDER, verify each, and load the network from the final one.
+
+    Args:
+        name: Name of the model.
+        folder: Folder to write to.
+        version: Version; none is the champion.
+        store: file:// or s3:// prefix.
+    """
+    return fetch(open_store(default_store(store)), name, version or "champion", folder)
+
+
+def collect_garbage(
+    *,
+    apply: bool = False,
+    grace_hours: float = 24,
+    unfinished_days: float = 30,
+    keep_versions: int | None = None,
+    store: str | None = None,
+) -> Garbage:
+    """Show, and with --apply delete, what no manifest, alias or live run names.
+
+    Args:
+        apply: Delete; without it nothing is.
+        grace_hours: Nothing younger is touched; longer than the longest publication.
+        unfinished_days: Runs never published are kept so long after their last sign of life.
+        keep_versions: Also drop versions before the latest so many, save those that are or were champion.
+        store: file:// or s3:// prefix.
+    """
+    opened = open_store(default_store(store))
+    return collect(
+        opened, grace=grace_hours * HOUR, unfinished_runs=unfinished_days * DAY, keep_versions=keep_versions, apply=apply
+    )
 
 
 def _exports(environment: dict[str, str]) -> str:

@@ -137,8 +137,8 @@ def load_checkpoint(path: Path, sha256: str | None) -> Snapshot:
         raise CheckpointError(f"{path.name}: {error}") from error
 
 
-def load_weights(network: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights into the network. Raises CheckpointError on other names, shapes or non-finite values."""
+def check_weights(network: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError on other names, shapes or non-finite values; the network may be on the meta device."""
     expected = {name: tuple(t.shape) for name, t in network.state_dict().items()}
     found = {name: tuple(t.shape) for name, t in tensors.items()}
     if expected != found:
@@ -147,4 +147,9 @@ def load_weights(network: torch.nn.Module, tensors: Mapping[str, Tensor]) -> Non
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"weight {name} is not finite")
+
+
+def load_weights(network: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights into the network. Raises CheckpointError on other names, shapes or non-finite values."""
+    check_weights(network, tensors)
     network.load_state_dict(dict(tensors))

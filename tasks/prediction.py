@@ -12,13 +12,13 @@ from prefect.cache_policies import NO_CACHE
 
 import models.dqn.training
 import models.tft.training
-from models.checkpoint import Snapshot, load_checkpoint, write_atomically
+from models.checkpoint import Snapshot, write_atomically
 from models.config import IngestConfig
 from models.dqn.config import DQNConfig
 from models.manifest import ModelManifest
 from models.tft.config import TFTConfig
 from models.windows import SeriesArrays
-from tasks.artifacts import fetch_file, read_manifest
+from tasks.artifacts import load_published, read_manifest
 from tasks.expectations import validate_features
 from tasks.parquet import stage_parquet
 from tasks.series import series_from_staged
@@ -38,8 +38,7 @@ def predict_rows(store: ObjectStore, name: str, version: int | None, source: str
     config = manifest.config
     ahead = config.horizon if isinstance(config, TFTConfig) else 0
     with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
-        path = fetch_file(store, manifest, manifest.final, Path(folder))
-        snapshot = load_checkpoint(path, manifest.files[manifest.final].sha256)
+        snapshot = load_published(store, manifest, Path(folder))
         staged = stage_parquet(source, manifest.dataset.contract, IngestConfig(), Path(folder) / "staged", future_rows=ahead)
         validate_features(staged)
         series = series_from_staged(staged)

@@ -3,6 +3,7 @@ configuration and code are trained once, whoever asks (a person, a trigger, a re
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 
@@ -12,21 +13,14 @@ from prefect.events import emit_event
 from pydantic import BaseModel, ConfigDict
 
 from models.manifest import Family, ModelConfig, ModelManifest, StopReason, StoredFile
-from tasks import default_store
-from tasks.artifacts import (
-    RunClaim,
-    TrainedRun,
-    champion_version,
-    claim_run,
-    decide_promotion,
-    promote,
-    publish_run,
-    read_dataset,
-    run_key,
-    verify,
-)
+from tasks import default_store, forecastle_home
+from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, run_key, verify
+from tasks.promotion import challenge
 from tasks.report import show_lineage
-from tasks.storage import ObjectStore, StoreError, open_store
+from tasks.runs import RunClaim, claim_run
+from tasks.storage import ObjectMissing, ObjectStore, StoreError, open_store
+
+RUN_KEY = re.compile("[0-9a-f]{6,64}")
 
 
 class RetrainReport(BaseModel):
@@ -97,23 +91,44 @@ def retrain(
             run = train(config, dataset, dataset_uri, opened.uri, key, model)
             manifest = publish(run, opened.uri, claim)
             already = False
-    # Also of a version published before: the process may have died between publishing and promoting
-    promoted, why = decide_promotion(manifest, opened, config.promotion)
-    if promoted:
-        promoted = promote(opened, model, manifest.version, rule=config.promotion, why=why)
-        if not promoted:  # another version was quicker: its rule decides now
-            why = decide_promotion(manifest, opened, config.promotion)[1]
-    text = why if why == "champion already" else ("champion: " if promoted else "not promoted: ") + why
-    logger.info("%s version %d %s", model, manifest.version, text)
-    report = _report(manifest, opened, text, already_trained=already)
-    show_lineage(manifest, dataset, report.uri, text)
-    if already:
-        return report
-    emit_event(
-        "model.published",
-        resource={"prefect.resource.id": f"model.{model}"},
-        payload={"model": model, "version": manifest.version, "store": opened.uri, "promoted": promoted, "why": why},
-    )
+    return settle(manifest, opened, already=already)
+
+
+def publish_kept(key: str, store: str | None) -> RetrainReport:
+    """Publish a finished run whose files stand on this machine; `key` may be the start of its run key.
+
+    Raises ObjectMissing when no run, or more than one, begins so."""
+    opened = open_store(default_store(store))
+    found = sorted((forecastle_home() / "runs").glob(f"{key}*/run.json")) if RUN_KEY.fullmatch(key) else []
+    if len(found) != 1:
+        raise ObjectMissing(f"{len(found)} finished runs here begin with {key!r}; they stand in {forecastle_home() / 'runs'}")
+    run = TrainedRun.model_validate_json(found[0].read_bytes())
+    with claim_run(opened, run.run_key, run.model, on_wait=get_run_logger().info) as claim:
+        if already := claim.manifest is not None:
+            manifest = verify(opened, run.model, claim.manifest.version)
+        else:
+            manifest = publish(run.model_copy(update={"folder": str(found[0].parent)}), opened.uri, claim)
+    return settle(manifest, opened, already=already)
+
+
+def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> RetrainReport:
+    """Decide on the promotion of a published version, and tell all of it. Also of a version published before: the process may
+    have died between publishing and promoting."""
+    decision = challenge(store, manifest, manifest.config.promotion)
+    state = "champion: " if decision.promoted else "not promoted: "
+    text = decision.why if decision.why == "champion already" else state + decision.why
+    get_run_logger().info("%s version %d %s", manifest.model, manifest.version, text)
+    report = _report(manifest, store, text, already_trained=already)
+    show_lineage(manifest, manifest.dataset, report.uri, text)
+    if not already:
+        emit_event(
+            "model.published",
+            resource={"prefect.resource.id": f"model.{manifest.model}"},
+            payload={
+                "model": manifest.model, "version": manifest.version, "store": store.uri, "promoted": decision.promoted,
+                "why": decision.why,
+            },
+        )  # fmt: skip
     return report
 
 

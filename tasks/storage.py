@@ -9,11 +9,14 @@ import io
 import ipaddress
 import os
 import re
+import time
 import urllib.parse
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +49,15 @@ class ObjectInfo:
     size: int
     sha256: str | None
     etag: str
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One object in a listing: its key, its size in bytes and its age in seconds by the store's own clock."""
+
+    key: str
+    size: int
+    age: float
 
 
 def digest(data: bytes | Path) -> StoredFile:
@@ -88,6 +100,12 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str) -> Iterator[str]:
         """Keys that start with `prefix`, sorted."""
+
+    def entries(self, prefix: str) -> Iterator[StoredObject]:
+        """What `list` finds, with size and age."""
+
+    def unfinished(self, age: float, abort: bool) -> Iterator[StoredObject]:
+        """Uploads begun more than `age` seconds ago and never finished; ended for good with `abort`."""
 
     def delete(self, key: str) -> None:
         """Remove the object; nothing happens when there is none."""
@@ -213,6 +231,24 @@ class LocalStore:
         start = self.folder / (check_key(above) if above else "")
         found = (p for p in start.rglob("*") if p.is_file() and not p.name.startswith("."))
         yield from sorted(k for p in found if (k := p.relative_to(self.folder).as_posix()).startswith(prefix))
+
+    def entries(self, prefix: str) -> Iterator[StoredObject]:
+        for key in self.list(prefix):
+            with suppress(FileNotFoundError):
+                yield self._entry(key, self.folder / key)
+
+    def _entry(self, key: str, path: Path) -> StoredObject:
+        found = path.stat()
+        return StoredObject(key, found.st_size, time.time() - found.st_mtime)
+
+    def unfinished(self, age: float, abort: bool) -> Iterator[StoredObject]:
+        for path in sorted(self.folder.rglob(".tmp-*")):
+            with suppress(FileNotFoundError):
+                entry = self._entry(path.relative_to(self.folder).as_posix(), path)
+                if entry.age >= age:
+                    if abort:
+                        path.unlink()
+                    yield entry
 
     def delete(self, key: str) -> None:
         with suppress(ObjectMissing), self._disk(key):
@@ -347,14 +383,39 @@ class S3Store:
             raise self._explained(error, key) from error
 
     def list(self, prefix: str) -> Iterator[str]:
-        skip = len(self.prefix) + 1 if self.prefix else 0
+        for entry in self.entries(prefix):
+            yield entry.key
+
+    def entries(self, prefix: str) -> Iterator[StoredObject]:
+        for page in self._pages("list_objects_v2", prefix):
+            for item in page.get("Contents", ()):
+                yield StoredObject(self._relative(item["Key"]), item["Size"], _age(page, item["LastModified"]))
+
+    def unfinished(self, age: float, abort: bool) -> Iterator[StoredObject]:
+        for page in self._pages("list_multipart_uploads", ""):
+            for item in page.get("Uploads", ()):
+                entry = StoredObject(self._relative(item["Key"]), 0, _age(page, item["Initiated"]))
+                if entry.age >= age:
+                    if abort:
+                        self._abort(item["Key"], item["UploadId"])
+                    yield entry
+
+    def _relative(self, full: str) -> str:
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    def _pages(self, operation: str, prefix: str) -> Iterator[dict[str, Any]]:
         full = f"{self.prefix}/{prefix}" if self.prefix else prefix
         try:
-            for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=full):
-                for item in page.get("Contents", ()):
-                    yield item["Key"][skip:]
+            yield from self.client.get_paginator(operation).paginate(Bucket=self.bucket, Prefix=full)
         except Exception as error:
             raise self._explained(error, prefix) from error
+
+    def _abort(self, full: str, upload: str) -> None:
+        try:
+            self.client.abort_multipart_upload(Bucket=self.bucket, Key=full, UploadId=upload)
+        except Exception as error:
+            if _code(error) not in {"NoSuchUpload", "404"}:
+                raise self._explained(error, self._relative(full)) from error
 
     def delete(self, key: str) -> None:
         try:
@@ -367,6 +428,13 @@ def _code(error: Exception) -> str:
     """The S3 error code, or '' when no answer came."""
     response = getattr(error, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))
+
+
+def _age(answer: dict[str, Any], then: datetime) -> float:
+    """Seconds since `then` by the server's clock: this machine's may be wrong."""
+    said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    now = parsedate_to_datetime(said) if said else datetime.now(UTC)
+    return (now - then).total_seconds()
 
 
 def _is_loopback(host: str) -> bool:

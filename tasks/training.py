@@ -26,9 +26,10 @@ from models.config import RunConfig
 from models.manifest import Checkpoint, Dataset, ModelConfig, StoredFile
 from models.progress import EpochRow, TrainResult
 from tasks import forecastle_home
-from tasks.artifacts import TrainedRun, kept_file, newest_resume, save_resume
+from tasks.artifacts import TrainedRun, kept_file
 from tasks.interpretation import interpretation_parquet
 from tasks.report import show_training, write_report
+from tasks.runs import newest_resume, save_resume
 from tasks.series import load_series
 from tasks.storage import ObjectStore, open_store
 

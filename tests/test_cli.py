@@ -26,7 +26,19 @@ def test_help_loads_no_heavy_library():
 
 
 def test_every_command_loads_and_explains_its_options(capfd):
-    for name in ("run", "ingest", "train tft", "train dqn", "predict", "storage start", "models verify", "ui", "plan"):
+    for name in (
+        "run",
+        "ingest",
+        "train tft",
+        "train dqn",
+        "predict",
+        "storage start",
+        "models verify",
+        "models gc",
+        "publish",
+        "ui",
+        "plan",
+    ):
         with pytest.raises(SystemExit) as ended:
             main([*name.split(), "--help"])
         assert ended.value.code == 0, name

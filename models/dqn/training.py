@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from models.checkpoint import Snapshot, load_weights
+from models.checkpoint import CheckpointError, Snapshot, check_weights, load_weights
 from models.dqn.config import DQNConfig
 from models.dqn.evaluation import YEAR_MICROS, equity_curves, evaluate
 from models.dqn.market import (
@@ -354,17 +354,31 @@ class Decision:
     values: dict[str, list[float]]  # position word -> Q of sell, hold, buy
 
 
+def rebuilt(snapshot: Snapshot) -> tuple[PositionQNetwork, FeatureScaler]:
+    """Network and scaler of a published agent. Raises CheckpointError when weights and config do not fit."""
+    config = DQNConfig.model_validate(snapshot.metadata["config"])
+    contract = FeatureContract.model_validate(snapshot.metadata["contract"])
+    scaling, width = (
+        [snapshot.tensors.get(f"scaler.{name}", torch.zeros(0)) for name in ("mean", "scale")],
+        len(contract.features),
+    )
+    if any(tuple(x.shape) != (width,) or not bool(torch.isfinite(x).all()) for x in scaling):
+        raise CheckpointError(f"the scaler is not of {width} finite features")
+    weights = snapshot.part("network.")
+    with torch.device("meta"):  # no memory for a network that the file does not fill
+        check_weights(PositionQNetwork(width, config.hidden_sizes), weights)
+    network = PositionQNetwork(width, config.hidden_sizes)
+    load_weights(network, weights)
+    return network, FeatureScaler(*scaling)
+
+
 def decide(snapshot: Snapshot, series: SeriesArrays) -> list[Decision]:
     """Greedy decisions of a published agent. Raises CheckpointError when weights and config do not fit, ValueError on
     another contract."""
-    config = DQNConfig.model_validate(snapshot.metadata["config"])
     trained = FeatureContract.model_validate(snapshot.metadata["contract"])
     if trained.features != series.contract.features:
         raise ValueError("the source has other feature columns than the agent was trained on")
-    tensors = snapshot.tensors
-    network = PositionQNetwork(len(tensors["scaler.mean"]), config.hidden_sizes)
-    load_weights(network, snapshot.part("network."))
-    scaler = FeatureScaler(tensors["scaler.mean"], tensors["scaler.scale"])
+    network, scaler = rebuilt(snapshot)
     rows = [int(a + n - 1) for a, n in zip(series.offsets[:-1], series.history_rows, strict=True) if n]
     names = [name for name, n in zip(series.names, series.history_rows, strict=True) if n]
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.checkpoint import CheckpointError, Snapshot, checkpoint_bytes, load_weights
+from models.checkpoint import CheckpointError, Snapshot, check_weights, checkpoint_bytes, load_weights
 from models.features import FeatureContract
 from models.memory import LeakGuard, PeakMemory, out_of_memory, steady_heap
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
@@ -344,6 +344,23 @@ class Forecast:
     quantiles: Floats
 
 
+def rebuilt(snapshot: Snapshot) -> tuple[TemporalFusionTransformer, Scaler]:
+    """Network in evaluation mode, and scaler, of a published forecaster. Raises CheckpointError when weights and config do
+    not fit."""
+    config = TFTConfig.model_validate(snapshot.metadata["config"])
+    sizes = FeatureContract.model_validate(snapshot.metadata["contract"]).sizes
+    weights = unpacked(snapshot.part("network."))
+    with torch.device("meta"):  # no memory for a network that the file does not fill
+        check_weights(TemporalFusionTransformer(config, sizes), weights)
+    network = TemporalFusionTransformer(config, sizes)
+    load_weights(network, weights)
+    network.eval()
+    try:
+        return network, Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the scaler cannot be read: {error}") from error
+
+
 def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     """One forecast per series from its last complete row with `horizon` rows ahead. Series too short are left out with a
     warning. Raises CheckpointError when weights and config do not fit, ValueError on another contract or when a ratio's
@@ -352,10 +369,7 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     trained = FeatureContract.model_validate(snapshot.metadata["contract"])
     if trained.features != series.contract.features:
         raise ValueError("the source has other feature columns than the model was trained on")
-    network = TemporalFusionTransformer(config, series.contract.sizes)
-    load_weights(network, unpacked(snapshot.part("network.")))
-    network.eval()
-    scaler = Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
+    network, scaler = rebuilt(snapshot)
     windows = last_windows(series, config.context, config.horizon)
     if windows.short_series:
         logger.warning("too short to forecast from: %s", windows.short_series)
