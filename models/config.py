@@ -49,7 +49,9 @@ class RunConfig(BaseModel):
     early_stopping: EarlyStopping = Field(EarlyStopping(), description="When to stop before the last epoch.")
     final_weights: Literal["best", "last"] = Field("best", description="Which epoch's weights the final file holds.")
     split: Split = Field(Split(), description="Train, validation and test blocks.")
-    promotion: Literal["better", "always", "never"] = Field("better", description="When a new version becomes champion.")
+    promotion: Literal["better", "not_worse", "always", "never"] = Field(
+        "better", description="When a new version becomes champion: by a comparison on bars new to both, always, or never."
+    )
 
     def canonical(self) -> str:
         """Canonical JSON: part of the run key."""

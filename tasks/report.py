@@ -17,6 +17,7 @@ from models.checkpoint import write_atomically
 from models.manifest import Dataset, ModelManifest
 from models.progress import TrainResult
 from tasks.artifacts import TrainedRun
+from tasks.promotion import Decision
 
 # Readable on a light and on a dark page: mid-tone lines on no background of our own
 INK = "#7a7f87"
@@ -289,3 +290,27 @@ def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotio
         key=f"{manifest.family}-lineage",
         description=f"Lineage of {manifest.model} {manifest.version}",
     )
+
+
+def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
+    """Challenger and champion on the same bars: decision, intervals and summed advantage, as an artifact of the current run."""
+    rows = decision.comparisons
+    head = "| measure | challenger | champion | better by | 95 % interval | values | from | to |\n" + "|---" * 8 + "|\n"
+    table = "\n".join(
+        f"| {r.measure} | {r.challenger:.5g} | {r.champion:.5g} | {r.difference:+.4g} | {r.low:+.4g} to {r.high:+.4g} "
+        f"| {r.values} | {r.first} | {r.last} |"
+        for r in rows
+    )
+
+    def draw(axes: Any) -> None:
+        for row, colour in zip(rows, COLOURS, strict=False):
+            axes.plot(np.linspace(0, 1, len(row.curve)), row.curve, color=colour, label=row.measure)
+        axes.axhline(0, color=INK, linestyle=":")
+        axes.set_xlabel("share of the common bars")
+        axes.set_ylabel("summed advantage")
+        axes.legend(frameon=False)
+
+    verdict = "promoted" if decision.promoted else "not promoted"
+    text = f"# {manifest.model} version {manifest.version} against {decision.champion}: {verdict}\n\n{decision.why}\n\n"
+    plot = f"\n\n![summed advantage]({data_uri(svg_plot(draw))})\n"
+    create_markdown_artifact(text + head + table + plot, key=f"{manifest.family}-promotion", description=decision.why[:200])

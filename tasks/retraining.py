@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from models.manifest import Family, ModelConfig, ModelManifest, StopReason, StoredFile
 from tasks import default_store, forecastle_home
 from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, run_key, verify
-from tasks.promotion import challenge
-from tasks.report import show_lineage
+from tasks.promotion import Decision, challenge
+from tasks.report import show_comparison, show_lineage
 from tasks.runs import RunClaim, claim_run
 from tasks.storage import ObjectMissing, ObjectStore, StoreError, open_store
 
@@ -72,6 +72,22 @@ def publish(run: TrainedRun, store: str, claim: RunClaim) -> ModelManifest:
     return publish_run(run, open_store(store), claim)
 
 
+@task(
+    name="promote",
+    task_run_name="promote[{manifest.model}]",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=[1, 5, 15],
+    retry_condition_fn=_is_store_error,
+)
+def decide_on_promotion(manifest: ModelManifest, store: str) -> Decision:
+    """Hold the version against the champion by the rule of its configuration, and promote it or not."""
+    decision = challenge(open_store(store), manifest, manifest.config.promotion)
+    if decision.comparisons:
+        show_comparison(manifest, decision)
+    return decision
+
+
 def retrain(
     train: Task[..., TrainedRun], config: ModelConfig, dataset_uri: str, store: str | None, model: str, again: bool
 ) -> RetrainReport:
@@ -114,7 +130,7 @@ def publish_kept(key: str, store: str | None) -> RetrainReport:
 def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> RetrainReport:
     """Decide on the promotion of a published version, and tell all of it. Also of a version published before: the process may
     have died between publishing and promoting."""
-    decision = challenge(store, manifest, manifest.config.promotion)
+    decision = decide_on_promotion(manifest, store.uri)
     state = "champion: " if decision.promoted else "not promoted: "
     text = decision.why if decision.why == "champion already" else state + decision.why
     get_run_logger().info("%s version %d %s", manifest.model, manifest.version, text)

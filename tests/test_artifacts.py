@@ -43,7 +43,7 @@ def trained(folder, model="dqn", seed=0, **change):
     (folder / "report.html").write_text(f"report {seed}")
     plain = {
         "run_key": run_key(DATASET, config, model), "model": model, "family": "dqn", "folder": str(folder),
-        "checkpoints": tuple(files), "config": config, "dataset": DATASET, "dataset_uri": "file:///nowhere/dataset.json",
+        "checkpoints": tuple(files), "config": config, "dataset": DATASET, "dataset_uri": "file:///nowhere/datasets/a/dataset.json",
         "metrics": {"beats_flat": True}, "epochs": 2, "stop_reason": "all_epochs", "best_epoch": 2, "weights": "best",
         "versions": {"torch": "2"},
     }  # fmt: skip
@@ -302,7 +302,7 @@ def test_promotion_rules(folder, change, rule, promoted, why):
     assert why in decision.why
 
 
-def test_a_later_version_is_not_promoted_without_bars_to_compare_on(folder):
+def test_a_later_version_is_not_promoted_without_data_to_compare_on(folder):
     store = LocalStore(folder / "store")
     promote(store, "dqn", publish(store, trained(folder / "a")).version, why="first")
     later = publish(store, trained(folder / "b", seed=1))

@@ -24,6 +24,7 @@ from flows.ingest import ingest
 from flows.pipeline import pipeline
 from flows.predict import predict
 from flows.retrain_dqn import retrain_dqn
+from flows.retrain_tft import retrain_tft
 from models.checkpoint import load_checkpoint
 from models.config import EarlyStopping
 from models.dqn.config import DQNConfig
@@ -166,6 +167,16 @@ def test_again_trains_a_new_version_with_the_same_weights(published):
     final = open_store(store).get(f"models/dqn/{second.version}/{old.final}")
     first = open_store(store).get(f"models/dqn/{report.dqn.version}/{old.final}")
     assert final == first, "the same data, config, seed and device give the same bytes"
+
+
+def test_a_challenger_is_held_against_the_champion_and_the_run_shows_it(published):
+    store, report = published
+    outcome = retrain_tft(report.ingest.dataset, store, "tft", TFT.model_copy(update={"seed": 1, "promotion": "not_worse"}))
+    assert re.search(r"against champion 1 \(rule not_worse\): .*95 % interval", outcome.promotion)
+    with get_client(sync_client=True) as client:
+        shown = next(a for a in client.read_artifacts(limit=200) if a.key == "tft-promotion")
+    assert "total pinball loss per window" in shown.data
+    assert "data:image/svg+xml;base64," in shown.data
 
 
 @pytest.mark.parametrize(

@@ -74,15 +74,16 @@ def _by_time(values: Floats, times: NDArray[np.int64]) -> tuple[Floats, Floats]:
 
 
 def block_bootstrap(
-    net: Floats, times: NDArray[np.int64], *, seed: int, draws: int = 1000, level: float = 0.95
+    net: Floats, times: NDArray[np.int64], *, seed: int, draws: int = 1000, level: float = 0.95, least: int = 1
 ) -> tuple[float, float]:
     """Confidence interval of the mean per bar: circular blocks of about n^(1/3) of the n time stamps (Politis & Romano
-    1992). All series of a time stamp are drawn together: they move together, so drawing them apart makes it too narrow."""
+    1992), of `least` or more. All series of a time stamp are drawn together: they move together, so drawing them apart makes
+    it too narrow."""
     sums, counts = _by_time(net, times)
     n = len(sums)
     if n < 2:
         return (float("-inf"), float("inf"))
-    length = max(1, round(n ** (1 / 3)))
+    length = min(n, max(least, round(n ** (1 / 3))))
     starts = np.random.default_rng(seed).integers(0, n, (draws, -(-n // length)))
 
     def drawn(values: Floats) -> Floats:
