@@ -228,11 +228,16 @@ def train(
     if resume is not None:
         meta = resume.metadata
         if meta["table"] != digest:
-            raise ValueError("the resume state was made on other features or prices: train again, without it")
+            raise ValueError(
+                f"the resume state was made on other features or prices (sha256 {meta['table'][:12]}, these have {digest[:12]}): "
+                "its row numbers mean nothing here; train again, without it"
+            )
         learner.load(resume, meta["update"])
         best, history = BestEpoch(**meta["best"]), [EpochRow(**row) for row in meta["history"]]
         epoch, in_epoch, loss_sum, elapsed = meta["epoch"], meta["in_epoch"], meta["loss_sum"], meta["elapsed"]
         best_weights, last_weights = resume.part("best."), resume.part("last.")
+        total = config.epochs * config.updates_per_epoch
+        logger.info("dqn resumes at update %d of %d, with %d transitions", learner.updates, total, learner.replay.filled)
 
     def weights(tensors: dict[str, Tensor], which: str, stop_reason: str | None) -> Snapshot:
         metadata: dict[str, Any] = {
