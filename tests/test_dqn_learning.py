@@ -11,9 +11,9 @@ from models.checkpoint import load_checkpoint, save_checkpoint
 from models.config import IngestConfig
 from models.dqn.config import DQNConfig
 from models.features import FeatureContract
-from tasks.artifacts import decide_promotion
 from tasks.demo_features import write_demo_features
 from tasks.parquet import stage_parquet
+from tasks.promotion import decide
 from tasks.series import series_from_staged
 from tasks.storage import LocalStore
 
@@ -47,7 +47,7 @@ def test_what_was_learnt_from_noise_is_not_promoted(edge, promoted, folder):
     store = LocalStore(folder / "store")
     manifest = publish(store, run_of(folder / "run", metrics=result.metrics))
     assert result.metrics["verdict"] == ("beats flat" if promoted else "does not beat flat")
-    assert decide_promotion(manifest, store, "better")[0] is promoted
+    assert decide(manifest, store, "better").promoted is promoted
 
 
 @pytest.fixture(scope="module")
