@@ -8,6 +8,7 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
 
 from models.config import IngestConfig
@@ -69,7 +70,11 @@ def ingest(
         dataset, uri = write(staged, report, opened)
     emit_event(
         "dataset.landed",
-        resource={"prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}"},
+        resource={
+            "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
+            # Within a pipeline or a backfill it is the caller that decides what is trained
+            "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
+        },
         payload={"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri},
     )
     return IngestReport(

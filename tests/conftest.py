@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from served import served_in
 
 import tasks  # noqa: F401
 from tasks import local_s3
@@ -34,6 +35,13 @@ def s3_server(tmp_path_factory):
     yield local_s3.environment(home)
     local_s3.stop(home)
     assert not local_s3.running(home)
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The served set-up (deployments/serve.py), started once, in a home of its own that PostgreSQL's user can reach."""
+    with served_in(Path(tempfile.mkdtemp(prefix="forecastle-served-"))) as found:
+        yield found
 
 
 @pytest.fixture(params=["file", "s3"])
