@@ -14,22 +14,21 @@ from uuid import UUID
 
 import yaml
 from cyclopts import App
+from prefect.blocks.webhook import Webhook
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.events.schemas.automations import AutomationCore
+from prefect.exceptions import ObjectNotFound
+from prefect.flows import load_flow_from_entrypoint
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.templating import apply_values
 from pydantic import SecretStr
 
 from tasks import forecastle_home
 from tasks.artifacts import code_version
 from tasks.training import GPU_LIMIT
-
-from prefect.blocks.webhook import Webhook  # isort: skip  # tasks sets Prefect's defaults first
-from prefect.client.orchestration import SyncPrefectClient, get_client  # isort: skip
-from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate  # isort: skip
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags  # isort: skip
-from prefect.client.schemas.schedules import CronSchedule  # isort: skip
-from prefect.events.schemas.automations import AutomationCore  # isort: skip
-from prefect.exceptions import ObjectNotFound  # isort: skip
-from prefect.flows import load_flow_from_entrypoint  # isort: skip
-from prefect.utilities.callables import parameter_schema  # isort: skip
-from prefect.utilities.templating import apply_values  # isort: skip
 
 FOLDER = Path(__file__).parent
 OWNED = "forecastle"

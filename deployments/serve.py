@@ -143,7 +143,7 @@ def environment(home: Path, port: int) -> dict[str, str]:
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
         # A restart of server or database takes seconds: calls are tried again for longer than that
-        "PREFECT_CLIENT_MAX_RETRIES": "10",
+        "PREFECT_CLIENT_MAX_RETRIES": "6",
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
         "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": "P30D",

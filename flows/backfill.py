@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field
 
 from models.config import IngestConfig
+from tasks.run_record import stop_crash_loop
 
 
 class DateRange(BaseModel):
@@ -69,6 +70,7 @@ async def backfill(
         contract: TOML file with the feature contract; none finds 5 static, 210 historical and 10 future columns by prefix.
         config: How to ingest.
     """
+    stop_crash_loop()
     items = sources_of(sources, dates)
     states = dict.fromkeys(items, "waiting")
     shared: dict[str, Any] = {"store": store, "contract": contract, "config": config.model_dump(mode="json")}

@@ -19,6 +19,7 @@ from tasks import default_store
 from tasks.expectations import DataContractError, validate_features
 from tasks.parquet import stage_parquet, write_dataset
 from tasks.report import show_validation
+from tasks.run_record import stop_crash_loop
 from tasks.storage import StoreError, open_store
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
@@ -57,6 +58,7 @@ def ingest(
         contract: TOML file with the feature contract; none finds 5 static, 210 historical and 10 future columns by prefix.
         config: How to ingest.
     """
+    stop_crash_loop()
     wanted = FeatureContract.from_toml(contract) if contract else MARKET_FEATURES
     opened = open_store(default_store(store))
     with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:

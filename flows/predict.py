@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks import default_store
 from tasks.prediction import predict_rows
+from tasks.run_record import stop_crash_loop
 from tasks.storage import digest, open_store
 
 
@@ -37,6 +38,7 @@ def predict(
         store: file:// or s3:// prefix; none takes FORECASTLE_STORE, else this machine's own store.
         version: Version to use; none is the champion.
     """
+    stop_crash_loop()
     opened = open_store(default_store(store))
     with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
         path = Path(out) if out else Path(folder) / "predictions.parquet"

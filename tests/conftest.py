@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import served_in
 
 import tasks  # noqa: F401
 from tasks import local_s3
@@ -40,6 +39,8 @@ def s3_server(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served():
     """The served set-up (deployments/serve.py), started once, in a home of its own that PostgreSQL's user can reach."""
+    from served import served_in
+
     with served_in(Path(tempfile.mkdtemp(prefix="forecastle-served-"))) as found:
         yield found
 
