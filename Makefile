@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do "$$p" -c
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help venv run test test-full lint bench lock clean
+.PHONY: help venv run serve test test-full lint bench lock clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -27,6 +27,9 @@ venv: ## .venv from the lock, made again when lock, project file or Python chang
 
 run: venv ## the whole job on real data: S3 server, demo features, both models, published and verified
 	@$(BIN)/forecastle run
+
+serve: venv ## server, database, S3 and workers on this machine, until Ctrl-C (make serve PORT=4200 GPUS=1)
+	@exec $(BIN)/python -m deployments.serve --port $(or $(PORT),4200) --gpus $(or $(GPUS),1)
 
 test: venv ## every promise once, in two processes
 	@$(BIN)/python -m pytest -n 2 --dist loadscope -m 'not slow'

@@ -8,6 +8,7 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
 
 from models.config import IngestConfig
@@ -18,6 +19,7 @@ from tasks import default_store
 from tasks.expectations import DataContractError, validate_features
 from tasks.parquet import stage_parquet, write_dataset
 from tasks.report import show_validation
+from tasks.run_record import stop_crash_loop
 from tasks.storage import StoreError, open_store
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
@@ -56,6 +58,7 @@ def ingest(
         contract: TOML file with the feature contract; none finds 5 static, 210 historical and 10 future columns by prefix.
         config: How to ingest.
     """
+    stop_crash_loop()
     wanted = FeatureContract.from_toml(contract) if contract else MARKET_FEATURES
     opened = open_store(default_store(store))
     with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
@@ -69,7 +72,11 @@ def ingest(
         dataset, uri = write(staged, report, opened)
     emit_event(
         "dataset.landed",
-        resource={"prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}"},
+        resource={
+            "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
+            # Within a pipeline or a backfill it is the caller that decides what is trained
+            "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
+        },
         payload={"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri},
     )
     return IngestReport(

@@ -12,6 +12,7 @@ from models.config import IngestConfig
 from models.dqn.config import DQNConfig
 from models.tft.config import TFTConfig
 from tasks.retraining import RetrainReport
+from tasks.run_record import stop_crash_loop
 
 
 class PipelineReport(BaseModel):
@@ -47,6 +48,7 @@ def pipeline(
         dqn: How the trading agent learns.
         ingesting: How to ingest.
     """
+    stop_crash_loop()
     data = ingest(source, store, contract, ingesting)
     return PipelineReport(
         ingest=data,

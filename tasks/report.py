@@ -238,9 +238,10 @@ def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
     return f"| | |\n|---|---|\n{body}\n"
 
 
-def show_training(run: TrainedRun, result: TrainResult, *, seconds: float, device: str) -> None:
-    """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database)."""
-    facts = [*_facts(run), ("time", f"{seconds:.1f} s on {device}"), *_memory(run, result)]
+def show_training(run: TrainedRun, result: TrainResult, where: Sequence[tuple[str, str]]) -> None:
+    """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database). `where` tells on
+    what it ran, how long and at what cost (tasks/run_record.py)."""
+    facts = [*_facts(run), *where, *_memory(run, result)]
     text = f"# {run.model}\n\n{_markdown_table(facts)}\n"
     metrics = f"\n## Metrics\n\n{_markdown_table(flat_metrics(run.metrics))}"
     if plan := _plan_rows(result):

@@ -17,6 +17,7 @@ from tasks import default_store, forecastle_home
 from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, run_key, verify
 from tasks.promotion import Decision, challenge
 from tasks.report import show_comparison, show_lineage
+from tasks.run_record import stop_crash_loop
 from tasks.runs import RunClaim, claim_run
 from tasks.storage import ObjectMissing, ObjectStore, StoreError, open_store
 
@@ -93,6 +94,7 @@ def retrain(
 ) -> RetrainReport:
     """Train with `train`, publish and decide on promotion, unless this run key is published already: then its files are
     verified and shown."""
+    stop_crash_loop()
     logger = get_run_logger()
     opened = open_store(default_store(store))
     dataset = read_dataset(dataset_uri)
@@ -139,7 +141,9 @@ def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> Ret
     if not already:
         emit_event(
             "model.published",
-            resource={"prefect.resource.id": f"model.{manifest.model}"},
+            resource={
+                "prefect.resource.id": f"model.{manifest.model}", "forecastle.promoted": str(decision.promoted).lower(),
+            },
             payload={
                 "model": manifest.model, "version": manifest.version, "store": store.uri, "promoted": decision.promoted,
                 "why": decision.why,

@@ -12,12 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import UUID
 
 import torch
 from prefect import get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.runtime import flow_run
 
 import models.dqn.training
 import models.tft.training
@@ -29,6 +34,7 @@ from tasks import forecastle_home
 from tasks.artifacts import TrainedRun, kept_file
 from tasks.interpretation import interpretation_parquet
 from tasks.report import show_training, write_report
+from tasks.run_record import run_record
 from tasks.runs import newest_resume, save_resume
 from tasks.series import load_series
 from tasks.storage import ObjectStore, open_store
@@ -93,25 +99,35 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         hand_on(received[0], None)
 
 
+def _in_gpu_pool(client: SyncPrefectClient) -> bool:
+    """Whether this run, or the run that it is part of, came through the work pool `gpu`."""
+    root = flow_run.root_flow_run_id
+    return root is not None and client.read_flow_run(UUID(root)).work_pool_name == GPU_LIMIT
+
+
 @contextlib.contextmanager
 def gpu_slot(device: str) -> Iterator[None]:
-    """One training per GPU: hold a slot of the global limit `gpu`, made when missing. Nothing on a CPU."""
-    if device == "cpu":
-        yield
-        return
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+    """One training per GPU: hold a slot of the global limit `gpu`, made when missing, while the block runs. Also on a CPU
+    when the run came through the work pool `gpu`; nothing for any other run on a CPU.
 
+    The slot has a lease of 90 s that is renewed while this process lives: of a killed one it comes back by itself.
+    """
     with get_client(sync_client=True) as client:
+        if device == "cpu" and not _in_gpu_pool(client):
+            yield
+            return
         # strict=True refuses a missing limit, strict=False would run without any
         try:
-            client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+            limit = client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+            if limit.active_slots >= limit.limit:
+                get_run_logger().info("waiting for a GPU: %d of %d slots are taken", limit.active_slots, limit.limit)
         except ObjectNotFound:
             with contextlib.suppress(ObjectAlreadyExists):
-                limit = GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=torch.cuda.device_count())
-                client.create_global_concurrency_limit(limit)
-    with concurrency(GPU_LIMIT, occupy=1, strict=True, lease_duration=60):
+                new = GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=max(torch.cuda.device_count(), 1))
+                client.create_global_concurrency_limit(new)
+    asked = time.monotonic()
+    with concurrency(GPU_LIMIT, occupy=1, strict=True, lease_duration=90):
+        get_run_logger().info("GPU slot after %.0f s", time.monotonic() - asked)
         yield
 
 
@@ -228,7 +244,7 @@ def _train(
         write_atomically(folder / "interpretation.parquet", interpretation_parquet(looked))
     write_report(run, result, folder / "report.html")
     write_atomically(folder / "run.json", run.model_dump_json(indent=1).encode())
-    show_training(run, result, seconds=time.perf_counter() - started, device=device)
+    show_training(run, result, run_record(device, time.perf_counter() - started))
     return run
 
 

@@ -36,6 +36,15 @@ def s3_server(tmp_path_factory):
     assert not local_s3.running(home)
 
 
+@pytest.fixture(scope="session")
+def served():
+    """The served set-up (deployments/serve.py), started once, in a home of its own that PostgreSQL's user can reach."""
+    from served import served_in
+
+    with served_in(Path(tempfile.mkdtemp(prefix="forecastle-served-"))) as found:
+        yield found
+
+
 @pytest.fixture(params=["file", "s3"])
 def store(request, tmp_path):
     """An empty store of each kind."""

@@ -1,0 +1,223 @@
+"""The served set-up from a dropped Parquet file to a champion, and what it does when its parts are killed."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from random import Random
+
+import pytest
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId, LogFilter, LogFilterFlowRunId
+from prefect.states import Cancelling
+from served import wait_for
+from synthetic import write_market
+
+from tasks.artifacts import champion_version, read_manifest, verify
+from tasks.local_s3 import _started_at as started_at
+
+TINY = {
+    "retrain-tft": {
+        "context": 8, "horizon": 3, "hidden_size": 8, "num_heads": 2, "grn_layers": 1, "epochs": 2, "updates_per_epoch": 3,
+        "batch_size": 4, "windows_per_start": 2, "checkpoint_every": 1, "device": "cpu",
+    },
+    "retrain-dqn": {
+        "hidden_sizes": [16], "epochs": 2, "updates_per_epoch": 5, "batch_size": 16, "num_envs": 4, "checkpoint_every": 1,
+        "device": "cpu",
+    },
+}  # fmt: skip
+
+
+def set_defaults(client, **configs):
+    """Smaller trainings: a deployment's own parameters stand where a trigger names none."""
+    for name, config in configs.items():
+        found = client.read_deployment_by_name(f"{name}/{name}")
+        client.update_deployment(found.id, DeploymentUpdate(parameters={"config": config}))
+
+
+def runs_of(client, name):
+    """Runs of a deployment, oldest first."""
+    found = client.read_deployment_by_name(f"{name}/{name}")
+    runs = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[found.id])), limit=100
+    )
+    return sorted((r for r in runs if not r.auto_scheduled), key=lambda r: r.created)
+
+
+def logs_of(client, run):
+    """What the run logged, which reaches the server a little later than its end."""
+    found = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])))
+    return "\n".join(log.message for log in found)
+
+
+def ended(client, name, count, seconds=240.0):
+    """The runs of a deployment as soon as `count` of them have ended."""
+
+    def found():
+        runs = runs_of(client, name)
+        return len(runs) >= count and all(r.state.is_final() for r in runs) and runs
+
+    return wait_for(found, seconds, lambda: [(r.name, r.state) for r in runs_of(client, name)])
+
+
+def test_a_dropped_file_is_ingested_trained_published_promoted_and_never_twice(served):
+    write_market(served.home / "landing", series={"AAA": 160, "BBB": 140}, seed=7)
+    with served.client() as client:
+        set_defaults(client, **TINY)
+        for round_, already in ((1, False), (2, True)):
+            served.ended(served.run("ingest/ingest"))
+            for name in TINY:
+                runs = ended(client, name, round_)
+                assert len(runs) == round_, "one event, one run"
+                assert [r.state.name for r in runs] == ["Completed"] * round_, served.logs()
+                said = "already trained as version 1" if already else "epochs"
+                wait_for(
+                    lambda run=runs[-1], said=said: said in logs_of(client, run), 30, lambda run=runs[-1]: logs_of(client, run)
+                )
+        assert client.read_global_concurrency_limit_by_name("gpu").active_slots == 0
+    store = served.store()
+    for model in ("tft", "dqn"):
+        verify(store, model, 1)
+        assert json.loads(store.get(f"models/{model}/sequence.json"))["last"] == 1
+    assert champion_version(store, "tft") == 1
+    assert read_manifest(store, "tft", "champion").stop_reason == "all_epochs"
+
+
+LONG = {
+    "hidden_sizes": [16], "epochs": 400, "updates_per_epoch": 60, "batch_size": 16, "num_envs": 4, "checkpoint_every": 2,
+    "early_stopping": {"patience": 0}, "device": "cpu",
+}  # fmt: skip
+
+
+def processes_of(run_id):
+    """Pids of the flow run's process: the worker tells it its run in the environment."""
+    mark = f"PREFECT__FLOW_RUN_ID={run_id}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return [pid for pid in found if started_at(pid)]
+
+
+@pytest.fixture
+def dataset(served):
+    """URI of a small dataset in the served store."""
+    write_market(served.home / "drill", series={"AAA": 160, "BBB": 140}, seed=8)
+    with served.client() as client:
+        set_defaults(client, **TINY)
+        before = len(list(served.store().list("datasets/")))
+        served.ended(served.run("ingest/ingest", source=str(served.home / "drill")))
+        assert before or list(served.store().list("datasets/"))
+        for name in TINY:  # its trigger's runs are over before a test begins
+            ended(client, name, 1)
+    keys = [k for k in served.store().list("datasets/") if k.endswith("dataset.json")]
+    return f"s3://models/{keys[-1]}"
+
+
+@contextlib.contextmanager
+def second_worker(served):
+    """One more worker of the pool `gpu`, so that the limit alone keeps two trainings apart."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "gpu", "--type", "process", "--name", "second"]
+    with (served.home / "serve" / "second.log").open("wb") as log:
+        process = subprocess.Popen(command, env=served.environment, stdout=log, stderr=log, cwd=served.home)
+    yield
+    process.terminate()
+    process.wait(60)
+
+
+def test_one_training_per_gpu_and_a_cancelled_one_saves_ends_and_resumes_bit_equal(served, dataset):
+    config = {**LONG, "epochs": 60}
+    with served.client() as client, second_worker(served):
+        first = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name="cancelled", config={**LONG, "epochs": 4000})
+        run = client.read_flow_run(first)
+        wait_for(lambda: "epoch=3/" in logs_of(client, run), 120, served.logs)
+        tft = served.run("retrain-tft/retrain-tft", dataset=dataset, name="waits", config=TINY["retrain-tft"])
+        waiting = client.read_flow_run(tft)
+        wait_for(lambda: "waiting for a GPU: 1 of 1 slots are taken" in logs_of(client, waiting), 120, served.logs)
+        assert "GPU slot after" not in logs_of(client, waiting)
+        assert client.read_global_concurrency_limit_by_name("gpu").active_slots == 1
+
+        assert processes_of(first)
+        client.set_flow_run_state(first, Cancelling())
+        wait_for(lambda: not processes_of(first), 15, served.logs)
+        assert served.ended(first, 60).state.name == "Cancelled"
+        store = served.store()
+        assert [k for k in store.list("runs/") if "/interrupted/" in k and "dqn_final_epoch" in k]
+        assert [k for k in store.list("runs/") if "/resume/" in k]
+        assert not [k for k in store.list("models/cancelled/") if k.endswith("manifest.json")]
+        assert served.ended(tft, 120).state.name == "Completed", logs_of(client, waiting)
+        assert client.read_global_concurrency_limit_by_name("gpu").active_slots == 0
+
+    # Resume: cancelled once and run again against never cancelled
+    finals = {}
+    with served.client() as client:
+        for model, cancel in (("again", True), ("whole", False)):
+            run_id = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name=model, config=config)
+            if cancel:
+                run = client.read_flow_run(run_id)
+                wait_for(lambda run=run: "epoch=2/" in logs_of(client, run), 120, served.logs)
+                client.set_flow_run_state(run_id, Cancelling())
+                served.ended(run_id, 60)
+                run_id = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name=model, config=config)
+            assert served.ended(run_id).state.name == "Completed", served.logs()
+            if cancel:
+                run = client.read_flow_run(run_id)
+                wait_for(lambda run=run: "resuming again after" in logs_of(client, run), 20)
+            manifest = verify(served.store(), model, 1)
+            finals[model] = manifest.files[manifest.final]
+    assert finals["again"] == finals["whole"]
+
+
+KILLED = ("flow", "worker-gpu", "server", "postgres", "s3", "flow and worker-gpu")
+
+
+@pytest.mark.parametrize(
+    ("target", "seed"),
+    [("flow", 0), *(pytest.param(KILLED[n % len(KILLED)], n, marks=pytest.mark.slow) for n in range(1, 21))],
+)
+def test_everything_recovers_from_kill_9_within_3_minutes(served, dataset, target, seed):
+    """Killed at a random moment of a run; after it: the run is completed, no slot lost, one version, champion loadable."""
+    model, random = f"drill{seed}", Random(seed)
+    config = {**TINY["retrain-tft"], "epochs": 30, "updates_per_epoch": 10, "seed": seed, "promotion": "always"}
+    config["early_stopping"] = {"patience": 0}
+    with served.client() as client:
+        run_id = served.run("retrain-tft/retrain-tft", dataset=dataset, name=model, config=config)
+        if target.startswith("flow"):
+            wait_for(lambda: processes_of(run_id), 60, served.logs)
+        time.sleep(random.uniform(0, 15))
+        for name in target.split(" and "):
+            pids = processes_of(run_id) if name == "flow" else [served.pid(name)]
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        explain = lambda: f"{client.read_flow_run(run_id).state}\n{served.logs()}"  # noqa: E731
+
+        def recovered():
+            with contextlib.suppress(Exception):  # the server may still be starting
+                return client.read_flow_run(run_id).state.is_completed()
+
+        wait_for(recovered, 180, explain)
+        assert time.monotonic() - killed < 180
+        wait_for(lambda: client.read_global_concurrency_limit_by_name("gpu").active_slots == 0, 100)
+    store = served.store()
+    assert read_manifest(store, model, "champion").version == 1
+    verify(store, model, 1)
+    assert json.loads(store.get(f"models/{model}/sequence.json"))["last"] == 1
+
+
+def test_every_program_runs_postgresql_included_where_it_is_installed(served):
+    expected = {"s3", "server", "worker-cpu", "worker-gpu"}
+    if shutil.which("postgres") or list(Path("/usr/lib/postgresql").glob("*/bin/postgres")):
+        expected.add("postgres")
+    assert set(json.loads((served.home / "serve" / "state.json").read_text())["pids"]) == expected
+    for path in ("api/health", ""):
+        with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/{path}", timeout=10) as answer:
+            assert answer.status == 200
