@@ -1,5 +1,5 @@
 """What nobody can reach any more in a store: marked from every manifest, claim and alias, swept only when it is older than a
-grace period. The only part of the project that deletes from a store."""
+grace period. Nothing else deletes from a store but a training that clears its own older resume states (tasks/runs.py)."""
 
 from __future__ import annotations
 
