@@ -449,8 +449,10 @@ def _s3_client() -> Any:
     import boto3
     from botocore.config import Config
 
+    session = boto3.session.Session()
+
     def client(style: str) -> Any:
-        return boto3.session.Session().client("s3", config=Config(
+        return session.client("s3", config=Config(
             retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=10, read_timeout=60,
             s3={"addressing_style": style},
         ))  # fmt: skip
