@@ -1,5 +1,5 @@
 """A small HTTP proxy between boto3 and the real S3 server that behaves like networks and stores one meets: answers get lost,
-conditions are ignored, checksum headers refused, TLS with a CA of one's own."""
+checksum headers are refused, TLS comes with a CA of one's own."""
 
 import http.client
 import ssl
@@ -12,9 +12,9 @@ class Proxy:
     """Listens on `endpoint` and forwards to another. `lose` tells, by method, key and number of the write, whether its answer
     is cut off after the server has done the work; `seen` counts writes."""
 
-    def __init__(self, target, *, lose=lambda method, path, number: False, refuse_checksums=False, drop=(), refuse=(), tls=None):
+    def __init__(self, target, *, lose=lambda method, path, number: False, refuse_checksums=False, tls=None):
         self.target = urllib.parse.urlsplit(target).netloc
-        self.lose, self.refuse_checksums, self.drop, self.refuse = lose, refuse_checksums, drop, refuse
+        self.lose, self.refuse_checksums = lose, refuse_checksums
         self.seen, self.lock = 0, threading.Lock()
         proxy = self
 
@@ -53,10 +53,8 @@ class Proxy:
 
     def forward(self, handler):
         body = _body(handler)
-        headers = {k: v for k, v in handler.headers.items() if k.lower() not in {"expect", "connection", *self.drop}}
+        headers = {k: v for k, v in handler.headers.items() if k.lower() not in {"expect", "connection"}}
         checksums = [k for k in headers if k.lower().startswith(("x-amz-checksum-", "x-amz-sdk-checksum", "x-amz-trailer"))]
-        if handler.command in self.refuse:
-            return _answer(handler, 403, b"<Error><Code>AccessDenied</Code></Error>")
         if self.refuse_checksums and [k for k in checksums if k.lower() != "x-amz-checksum-mode"]:
             return _answer(handler, 400, b"<Error><Code>InvalidArgument</Code><Message>Unsupported header</Message></Error>")
         with self.lock:
