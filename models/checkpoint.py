@@ -9,7 +9,8 @@ import os
 import re
 import struct
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,26 +64,36 @@ def checkpoint_bytes(snapshot: Snapshot) -> bytes:
     return save_safetensors(tensors, metadata=metadata)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: whole or not at all, on disk before this returns, readable as the umask says."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A new file beside `path` that takes its place when the block ends well: whole or not at all, on disk before this returns,
+    readable as the umask says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
     # Created with the mode the umask says: reading the umask means setting it, for every thread
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        _sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put `data` at `path`, as `atomic_file` does."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def save_checkpoint(folder: Path, family: str, epoch: int, is_final: bool, snapshot: Snapshot) -> Checkpoint:

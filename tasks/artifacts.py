@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -128,12 +129,15 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
     data = _once(store, f"runs/{run.run_key}/manifest.json", lambda: encode(manifest))
     manifest = ModelManifest.model_validate_json(data)
     place = f"models/{run.model}/{manifest.version}"
-    for name, file in manifest.files.items():
-        key = f"{place}/{name}"
-        kept = kept_file(run.run_key, file, name)
-        store.put_if_absent(key, _same(store.get(kept, limit=file.size), kept, file))
+    with tempfile.TemporaryDirectory(prefix="forecastle-") as temporary:
+        for name, file in manifest.files.items():
+            path = folder / name
+            if files.get(name) != file:  # the manifest is of an earlier try, and so are its files
+                path = Path(temporary) / name
+                store.download(kept_file(run.run_key, file, name), path, file)
+            store.put_if_absent(f"{place}/{name}", path)
     for name, file in manifest.files.items():  # as late as can be: a file found there was nobody's until the manifest
-        _same(store.get(f"{place}/{name}", limit=file.size), f"{place}/{name}", file)
+        store.check(f"{place}/{name}", file)
     store.put_if_absent(f"{place}/manifest.json", data)
     claim.published(manifest)
     return manifest
@@ -152,14 +156,6 @@ def _once(store: ObjectStore, key: str, build: Callable[[], bytes]) -> bytes:
         data = build()
         store.put_if_absent(key, data)
         return data
-
-
-def _same(data: bytes, key: str, expected: StoredFile) -> bytes:
-    if (found := digest(data)) != expected:
-        raise ArtifactIntegrityError(
-            f"{key}: sha256 {found.sha256}, {found.size} bytes; expected {expected.sha256}, {expected.size} bytes"
-        )
-    return data
 
 
 def read_manifest(store: ObjectStore, model: str, which: int | Literal["champion"]) -> ModelManifest:
@@ -235,7 +231,7 @@ def verify(store: ObjectStore, model: str, number: int) -> ModelManifest:
     for name, file in manifest.files.items():
         key = f"models/{model}/{number}/{name}"
         try:
-            _same(store.get(key), key, file)
+            store.check(key, file)
         except ObjectMissing as error:
             raise ArtifactIntegrityError(f"{key}: named by the manifest, but not there") from error
     key = f"models/{model}/{number}/manifest.json"

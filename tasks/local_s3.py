@@ -148,7 +148,7 @@ def _launch(program: str, home: Path) -> None:
     command = [
         program, f"-logdir={home}", "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         "-master.telemetry=false", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
-        "-s3.autoCreateBucket=false", "-s3.allowDeleteBucketNotEmpty=false", *flags,
+        "-s3.autoCreateBucket=false", "-s3.allowDeleteBucketNotEmpty=false", "-s3.iam.readOnly=false", *flags,
     ]  # fmt: skip
     environ = {**os.environ, **keys, "GOMEMLIMIT": "384MiB", "GOMAXPROCS": "2", "S3_BUCKET": BUCKET}
     with (home / "log").open("ab") as log:

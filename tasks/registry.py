@@ -82,11 +82,10 @@ def swap_champion(
         )  # fmt: skip
         try:
             data = json.dumps(entry.model_dump(mode="json", by_alias=True), sort_keys=True).encode()
-            if store.put_if_absent(f"models/{model}/history/{sequence}.json", data):
-                break
+            store.put_if_absent(f"models/{model}/history/{sequence}.json", data)
+            break  # found there already it is ours too, by its writer: the answer to the first try was lost
         except StoreConflict:
-            pass
-        sequence += 1
+            sequence += 1
     sha256 = digest(store.get(f"models/{model}/{number}/manifest.json", limit=MANIFEST_LIMIT)).sha256
     alias = Champion(version=number, manifest_sha256=sha256, sequence=sequence, previous=current.version if current else None)
     return store.swap(f"models/{model}/champion.json", encode(alias), etag)

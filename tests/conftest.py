@@ -17,7 +17,8 @@ import torch
 
 import tasks  # noqa: F401
 from tasks import local_s3
-from tasks.storage import LocalStore, S3Store, open_store
+from tasks.s3 import S3Store
+from tasks.storage import LocalStore, open_store
 
 torch.set_num_threads(1)
 
