@@ -196,10 +196,10 @@ def test_exactly_the_named_checkpoints_are_published(published, change, expected
 def test_non_finite_loss_is_published_but_never_promoted(published, monkeypatch):
     import torch
 
-    import models.dqn.training
+    import models.dqn.learner
 
     store, report = published
-    monkeypatch.setattr(models.dqn.training, "huber_loss", lambda *a, **k: torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr(models.dqn.learner, "huber_loss", lambda *a, **k: torch.tensor(float("nan"), requires_grad=True))
     config = DQN.model_copy(update={"seed": 5, "promotion": "always"})
     outcome = retrain_dqn(report.ingest.dataset, store, "broken", config)
     assert (outcome.stop_reason, outcome.epochs, outcome.promoted) == ("non_finite_loss", 0, False)

@@ -88,46 +88,48 @@ def targets_of_actions(positions: Literal["long_only", "long_short"]) -> Tensor:
     return torch.tensor([[sell, held, 2] for held in range(3)])
 
 
+def reward_table(
+    returns: Tensor, targets: Tensor, *, fee: float, reward_scale: float, fill: Literal["close", "next"]
+) -> Tensor:  # fmt: skip
+    """Scaled reward of the bar from every row on, by cell (3 x held position index + action): [N, 9] float32."""
+    held, new = torch.arange(3)[:, None].expand(3, 3).reshape(9), targets.reshape(9)
+    earning = held if fill == "next" else new
+    gain = (earning - FLAT) * returns[:, None] - fee * (new - held).abs()
+    return (gain / reward_scale).float()
+
+
 class MarketEnv:
-    """`num_envs` copies of the market on the segments, stepped together. `rows` [E] and `held` [E] are their states.
+    """`num_envs` copies of the market on the segments, stepped together without a word to the host. `rows` [E] and `held` [E]
+    are their states, `rewards` [N, 9] what every row pays by cell.
 
     A copy at its segment's last row is truncated, not ended: it goes on flat at a random row of a random segment.
     """
 
     def __init__(
         self, returns: Tensor, segments: Tensor, targets: Tensor, *, fee: float, reward_scale: float,
-        fill: Literal["close", "next"], num_envs: int,
+        fill: Literal["close", "next"], num_envs: int, device: str = "cpu",
     ) -> None:  # fmt: skip
-        self.returns, self.segments, self.targets = returns, segments, targets
-        self.fee, self.reward_scale, self.delayed = fee, reward_scale, fill == "next"
-        lengths = (segments[:, 1] - segments[:, 0] - 1).double()
-        self.chances = lengths / lengths.sum()
-        self.ends = torch.zeros(num_envs, dtype=torch.int64)
-        self.rows = torch.zeros(num_envs, dtype=torch.int64)
-        self.held = torch.zeros(num_envs, dtype=torch.int64)
-        self._restart(torch.arange(num_envs))
+        rewards = reward_table(returns, targets, fee=fee, reward_scale=reward_scale, fill=fill)
+        spans = [(int(first), int(end) - 1) for first, end in segments]
+        bars = torch.cat([torch.arange(first, last) for first, last in spans])
+        last_rows = torch.cat([torch.full((last - first,), last) for first, last in spans])
+        self.rewards, self.next_held = rewards.to(device), targets.reshape(9).to(device)
+        self.bars, self.last_rows = bars.to(device), last_rows.to(device)
+        self.rows, self.ends = self._anywhere(num_envs)
+        self.held = torch.full_like(self.rows, FLAT)
 
-    def _restart(self, which: Tensor) -> None:
-        chosen = self.segments[torch.multinomial(self.chances, len(which), replacement=True)]
-        spans = (chosen[:, 1] - chosen[:, 0] - 1).double()
-        self.rows[which] = chosen[:, 0] + (torch.rand(len(which), dtype=torch.float64) * spans).long()
-        self.ends[which] = chosen[:, 1] - 1
-        self.held[which] = FLAT
+    def _anywhere(self, count: int) -> tuple[Tensor, Tensor]:
+        """Random rows with a bar to earn, and the last rows of their segments."""
+        at = torch.randint(len(self.bars), (count,), device=self.bars.device)
+        return self.bars.index_select(0, at), self.last_rows.index_select(0, at)
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Scaled rewards [E] float32 and truncation flags [E]; moves every copy one bar on."""
-        rewards, new = rewards_of(self, self.rows, self.held, actions)
-        self.rows += 1
-        self.held = new
-        truncated = self.rows >= self.ends
-        if bool(truncated.any()):
-            self._restart(truncated.nonzero()[:, 0])
+        cells = 3 * self.held + actions
+        rewards = self.rewards.view(-1).index_select(0, 9 * self.rows + cells)
+        rows = self.rows + 1
+        truncated = rows >= self.ends
+        elsewhere, ends = self._anywhere(len(rows))
+        self.rows, self.ends = torch.where(truncated, elsewhere, rows), torch.where(truncated, ends, self.ends)
+        self.held = torch.where(truncated, FLAT, self.next_held.index_select(0, cells))
         return rewards, truncated
-
-
-def rewards_of(market: MarketEnv, rows: Tensor, held: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    """Scaled reward of the bar from `rows` on, and the new position index, elementwise."""
-    new = market.targets[held, actions]
-    earning = held if market.delayed else new
-    gain = (earning - FLAT) * market.returns[rows] - market.fee * (new - held).abs()
-    return (gain / market.reward_scale).float(), new

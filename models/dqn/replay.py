@@ -1,4 +1,5 @@
-"""Replay by index: a transition is a row number, not a copy of its features. 11 bytes each."""
+"""Replay by index: a transition is a row number, a position and an action, not a copy of features. 5 bytes each; the reward
+follows from them (models/dqn/market.py)."""
 
 from __future__ import annotations
 
@@ -7,44 +8,38 @@ from torch import Tensor
 
 
 class IndexReplay:
-    """A ring of transitions: row int32, position int8, action int8, reward float32, truncated bool."""
+    """A ring of transitions: row int32, cell int8 (3 x held position index + action)."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, device: str = "cpu") -> None:
         self.capacity, self.filled, self.next = capacity, 0, 0
-        self.row = torch.zeros(capacity, dtype=torch.int32)
-        self.held = torch.zeros(capacity, dtype=torch.int8)
-        self.action = torch.zeros(capacity, dtype=torch.int8)
-        self.reward = torch.zeros(capacity, dtype=torch.float32)
-        self.truncated = torch.zeros(capacity, dtype=torch.bool)
+        self.row = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.cell = torch.zeros(capacity, dtype=torch.int8, device=device)
 
     @property
     def bytes_per_transition(self) -> int:
         """Memory of one transition."""
-        return sum(t.element_size() for t in (self.row, self.held, self.action, self.reward, self.truncated))
+        return self.row.element_size() + self.cell.element_size()
 
-    def add(self, row: Tensor, held: Tensor, action: Tensor, reward: Tensor, truncated: Tensor) -> None:
-        """Append E transitions, over the oldest when full."""
-        at = (torch.arange(len(row)) + self.next) % self.capacity
-        self.row[at], self.held[at] = row.int(), held.to(torch.int8)
-        self.action[at], self.reward[at], self.truncated[at] = action.to(torch.int8), reward, truncated
-        self.next = (self.next + len(row)) % self.capacity
+    def add(self, row: Tensor, cell: Tensor) -> None:
+        """Append E transitions (E at most the capacity), over the oldest when full."""
+        until_end = self.capacity - self.next
+        for part in (slice(0, until_end), slice(until_end, None)):
+            if count := len(row[part]):
+                self.row[self.next : self.next + count] = row[part]
+                self.cell[self.next : self.next + count] = cell[part]
+                self.next = (self.next + count) % self.capacity
         self.filled = min(self.filled + len(row), self.capacity)
 
-    def sample(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Row, position, action (int64) and reward of `count` transitions, drawn with replacement."""
-        at = torch.randint(self.filled, (count,))
-        return self.row[at].long(), self.held[at].long(), self.action[at].long(), self.reward[at]
+    def sample(self, count: int) -> tuple[Tensor, Tensor]:
+        """Row (int32) and cell (int64) of `count` transitions, drawn with replacement."""
+        at = torch.randint(self.filled, (count,), device=self.row.device)
+        return self.row.index_select(0, at), self.cell.index_select(0, at).long()
 
     def state(self) -> dict[str, Tensor]:
         """The filled part, for the resume state."""
-        n = self.filled
-        return {
-            "row": self.row[:n], "held": self.held[:n], "action": self.action[:n], "reward": self.reward[:n],
-            "truncated": self.truncated[:n], "next": torch.tensor(self.next),
-        }  # fmt: skip
+        return {"row": self.row[: self.filled], "cell": self.cell[: self.filled], "next": torch.tensor(self.next)}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take `state()` of a ring of the same capacity back."""
         self.filled, self.next = len(state["row"]), int(state["next"])
-        for name in ("row", "held", "action", "reward", "truncated"):
-            getattr(self, name)[: self.filled] = state[name]
+        self.row[: self.filled], self.cell[: self.filled] = state["row"], state["cell"]

@@ -1,6 +1,5 @@
-"""Training of the DQN agent: double DQN (van Hasselt et al. 2016) with one head per held position, index replay and
-rewards scaled by the train returns' deviation; or `backup: full`, fitted Q iteration over all position-action cells.
-How a run starts, stops and resumes is read from top to bottom in `train`."""
+"""Training of the DQN agent: how a run starts, stops and resumes is read from top to bottom in `train`. What an update does
+stands in models/dqn/learner.py."""
 
 from __future__ import annotations
 
@@ -14,24 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import huber_loss
 
 from models.checkpoint import CheckpointError, Snapshot, check_weights, load_weights
 from models.dqn.config import DQNConfig
 from models.dqn.evaluation import YEAR_MICROS, equity_curves, evaluate
+from models.dqn.learner import Learner, epsilon_at
 from models.dqn.market import (
     ACTIONS,
     FeatureScaler,
-    MarketEnv,
     feature_table,
     log_returns,
-    rewards_of,
     segments_of,
     table_digest,
     targets_of_actions,
 )
 from models.dqn.network import PositionQNetwork
-from models.dqn.replay import IndexReplay
 from models.features import FeatureContract
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
 from models.windows import SeriesArrays, block_rows
@@ -39,142 +35,11 @@ from models.windows import SeriesArrays, block_rows
 logger = logging.getLogger(__name__)
 
 
-def epsilon_at(update: int, config: DQNConfig) -> float:
-    """Share of random actions at an absolute update: linear from start to end."""
-    done = min(1.0, update / config.epsilon_decay_updates)
-    return config.epsilon_start + done * (config.epsilon_end - config.epsilon_start)
-
-
-def learning_rate_at(update: int, config: DQNConfig) -> float:
-    """Adam's step size at an absolute update: linear over all epochs' updates."""
-    done = min(1.0, update / (config.epochs * config.updates_per_epoch))
-    return config.learning_rate + done * (config.final_learning_rate - config.learning_rate)
-
-
 def reward_scale_of(returns: Tensor, train_rows: NDArray[np.int64]) -> float:
     """Standard deviation of the log returns inside the train block; 1 when they are constant."""
     inside = torch.cat([returns[a : b - 1] for a, b in train_rows if b - a >= 2])
     scale = float(inside.std(correction=0))
     return scale if scale > 0 else 1.0
-
-
-class Learner:
-    """Networks, optimizer, replay and environment of one run: what `update` moves on and a resume state holds."""
-
-    def __init__(self, config: DQNConfig, table: Tensor, returns: Tensor, segments: Tensor, scale: float, device: str) -> None:
-        self.config, self.table, self.device = config, table, device
-        self.online = PositionQNetwork(table.shape[1], config.hidden_sizes).to(device)
-        self.target_network = PositionQNetwork(table.shape[1], config.hidden_sizes).to(device)
-        self.target_network.load_state_dict(self.online.state_dict())
-        kind = torch.optim.AdamW if config.weight_decay else torch.optim.Adam
-        self.optimizer = kind(self.online.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
-        self.env = MarketEnv(
-            returns, segments, targets_of_actions(config.positions), fee=config.fee, reward_scale=scale, fill=config.fill,
-            num_envs=config.num_envs,
-        )  # fmt: skip
-        self.replay = IndexReplay(config.replay_size)
-        self.updates = 0
-        self.train_rows = torch.cat([torch.arange(int(a), int(b) - 1) for a, b in segments])
-
-    def explore(self) -> None:
-        """One bar in every copy of the market: epsilon-greedy, one coin per copy."""
-        env = self.env
-        with torch.no_grad():
-            values = self.online(self.table[env.rows.to(self.device)]).cpu()
-        greedy = values[torch.arange(len(env.rows)), env.held].argmax(1)
-        coin = torch.rand(len(env.rows)) < epsilon_at(self.updates, self.config)
-        actions = torch.where(coin, torch.randint(3, (len(env.rows),)), greedy)
-        rows, held = env.rows.clone(), env.held.clone()
-        rewards, truncated = env.step(actions)
-        self.replay.add(rows, held, actions, rewards, truncated)
-
-    def update(self) -> Tensor:
-        """One optimizer step; its loss, not synchronised."""
-        config = self.config
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.updates, config)
-        loss = self._full_loss() if config.backup == "full" else self._sampled_loss()
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.online.parameters(), config.gradient_clip)
-        self.optimizer.step()
-        self.updates += 1
-        if self.updates % config.target_update == 0:
-            with torch.no_grad():
-                for theirs, ours in zip(self.target_network.parameters(), self.online.parameters(), strict=True):
-                    theirs.lerp_(ours, config.target_tau) if config.target_tau < 1 else theirs.copy_(ours)
-        # A finite loss with a gradient that is not spoils the weights all the same
-        return torch.where(norm.isfinite(), loss.detach(), math.nan)
-
-    def _next_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Online and target values [B, 3, 3] of the rows after `rows`; a truncated segment bootstraps from its last row."""
-        features = self.table[(rows + 1).to(self.device)]
-        with torch.no_grad():
-            return self.online(features), self.target_network(features)
-
-    def _sampled_loss(self) -> Tensor:
-        while self.replay.filled < self.config.batch_size:
-            self.explore()
-        self.explore()
-        rows, held, actions, rewards = (t.to(self.device) for t in self.replay.sample(self.config.batch_size))
-        each = torch.arange(len(rows), device=self.device)
-        new = self.env.targets.to(self.device)[held, actions]
-        online_next, target_next = self._next_values(rows)
-        best = online_next[each, new].argmax(1)  # double DQN: the online network chooses, the target network values
-        td_target = rewards + self.config.discount * target_next[each, new, best]
-        values = self.online(self.table[rows])[each, held, actions]
-        return huber_loss(values, td_target)
-
-    def _full_loss(self) -> Tensor:
-        rows = self.train_rows[torch.randint(len(self.train_rows), (self.config.batch_size,))]
-        held = torch.arange(3)[None, :, None].expand(len(rows), 3, 3)
-        actions = torch.arange(3)[None, None, :].expand(len(rows), 3, 3)
-        rewards, new = rewards_of(self.env, rows[:, None, None].expand(len(rows), 3, 3), held, actions)
-        online_next, target_next = self._next_values(rows)
-        best = online_next.argmax(2)  # [B, 3] by position held next
-        value = target_next.gather(2, best[:, :, None])[:, :, 0]
-        after = value.gather(1, new.reshape(len(rows), 9).to(self.device)).view(-1, 3, 3)
-        td_target = rewards.to(self.device) + self.config.discount * after
-        return huber_loss(self.online(self.table[rows.to(self.device)]), td_target)
-
-    def best_actions(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Greedy action by (bar, held position) for every segment of a block; the last row has no bar to earn."""
-        out = []
-        with torch.no_grad():
-            for first, end in rows:
-                if end - first >= 2:
-                    values = self.online(self.table[first : end - 1])
-                    if not bool(torch.isfinite(values).all()):
-                        raise FloatingPointError("action values are not finite")
-                    out.append(values.argmax(2).cpu().numpy())
-        return out
-
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next update depends on, as tensors."""
-        out = {f"network.{k}": v.clone() for k, v in self.online.state_dict().items()}
-        out |= {f"target_network.{k}": v.clone() for k, v in self.target_network.state_dict().items()}
-        for index, values in self.optimizer.state_dict()["state"].items():
-            out |= {f"optimizer.{index}.{name}": torch.as_tensor(value).clone() for name, value in values.items()}
-        out |= {f"replay.{k}": v.clone() for k, v in self.replay.state().items()}
-        out |= {f"env.{k}": getattr(self.env, k).clone() for k in ("rows", "held", "ends")}
-        out["rng.torch"] = torch.get_rng_state()
-        return out
-
-    def load(self, saved: Snapshot, updates: int) -> None:
-        """Take `state()` back."""
-        load_weights(self.online, saved.part("network."))
-        load_weights(self.target_network, saved.part("target_network."))
-        moments: dict[int, dict[str, Tensor]] = {}
-        for name, value in saved.part("optimizer.").items():
-            index, _, field = name.partition(".")
-            moments.setdefault(int(index), {})[field] = value.clone()
-        plain = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({"state": moments, "param_groups": plain["param_groups"]})
-        self.replay.load(saved.part("replay."))
-        for name, value in saved.part("env.").items():
-            setattr(self.env, name, value.clone())
-        torch.set_rng_state(saved.tensors["rng.torch"])
-        self.updates = updates
 
 
 @dataclass
@@ -219,6 +84,7 @@ def train(
     scale = reward_scale_of(returns, blocks["train"])
     digest = table_digest(series)
     learner = Learner(config, table, returns, segments, scale, device)
+    targets = targets_of_actions(config.positions).numpy()
     validation, test = (_block(rows, returns, series.timestamps) for rows in (blocks["val"], blocks["test"]))
     per_year = _bars_per_year(series)
 
@@ -263,13 +129,13 @@ def train(
         stop_reason = "early_stopping"
     while epoch < config.epochs and not finished:
         started = time.perf_counter()
-        losses = torch.zeros((), dtype=torch.float64)
+        losses = torch.zeros((), dtype=torch.float64, device=device)
         while in_epoch < config.updates_per_epoch:
             if stop_requested():
                 stop_reason = "interrupted"
                 break
             loss = learner.update()
-            losses = losses + loss.double().cpu() if device == "cpu" else losses + loss.double()
+            losses += loss
             in_epoch += 1
         loss_sum += float(losses)
         elapsed += time.perf_counter() - started
@@ -287,7 +153,7 @@ def train(
         score, values = None, {"epsilon": epsilon_at(learner.updates, config)}
         if actions:
             found = evaluate(
-                actions, validation.returns, validation.times, learner.env.targets.numpy(), fee=config.fee,
+                actions, validation.returns, validation.times, targets, fee=config.fee,
                 fill=config.fill, bars_per_year=per_year, seed=config.seed,
             )  # fmt: skip
             score = found["net_return_per_bar"]
@@ -335,7 +201,7 @@ def _final_report(
     learner: Learner, test: _Blocks, config: DQNConfig, per_year: float, best: BestEpoch
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Metrics of the test block under both fills, the verdict, equity curves and positions."""
-    targets = learner.env.targets.numpy()
+    targets = targets_of_actions(config.positions).numpy()
     actions = learner.best_actions(test.rows)
     metrics: dict[str, Any] = {"validation_score": best.score}
     fills: tuple[Any, ...] = ("close", "next")
