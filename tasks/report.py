@@ -67,6 +67,7 @@ def _loss_curve(result: TrainResult) -> str:
         if result.best_epoch:
             axes.axvline(result.best_epoch, color=INK, linestyle=":", label=f"best epoch {result.best_epoch}")
         axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("train loss", color=COLOURS[0])
         axes.legend(frameon=False)
 
@@ -88,6 +89,7 @@ def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, middle, color=COLOURS[0], label="middle quantile")
             axes.plot(steps, sample["actual"], color=COLOURS[1], marker=".", label="actual")
             axes.set_xlabel("bars ahead")
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False)
 
         yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
@@ -145,6 +147,7 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, shares, color=colour, marker=".", label=f"less than {name}")
         axes.axhline(0, color=INK, linestyle=":")
         axes.set_xlabel("bars ahead")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("pinball saved, %")
         axes.legend(frameon=False)
 
@@ -152,6 +155,7 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.plot(steps, test["coverage_by_step"], color=COLOURS[0], marker=".", label="outer band covers")
         axes.axhline(test["coverage"], color=INK, linestyle=":", label="all steps")
         axes.set_xlabel("bars ahead")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False)
 
     yield "Skill by step on the test block", svg_plot(skill)
