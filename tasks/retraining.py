@@ -3,6 +3,7 @@ configuration and code are trained once, whoever asks (a person, a trigger, a re
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
 from typing import Any
@@ -14,14 +15,16 @@ from pydantic import BaseModel, ConfigDict
 
 from models.manifest import Family, ModelConfig, ModelManifest, StopReason, StoredFile
 from tasks import default_store, forecastle_home
-from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, run_key, verify
+from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, read_manifest, run_key, verify
 from tasks.promotion import Decision, challenge
-from tasks.report import show_comparison, show_lineage
+from tasks.registry import versions
+from tasks.report import show_comparison, show_lineage, show_versions
 from tasks.run_record import stop_crash_loop
 from tasks.runs import RunClaim, claim_run
-from tasks.storage import ObjectMissing, ObjectStore, StoreError, open_store
+from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, StoreError, open_store
 
 RUN_KEY = re.compile("[0-9a-f]{6,64}")
+VERSIONS_SHOWN = 10
 
 
 class RetrainReport(BaseModel):
@@ -138,6 +141,7 @@ def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> Ret
     get_run_logger().info("%s version %d %s", manifest.model, manifest.version, text)
     report = _report(manifest, store, text, already_trained=already)
     show_lineage(manifest, manifest.dataset, report.uri, text)
+    show_versions(last_versions(store, manifest), champion_version(store, manifest.model))
     if not already:
         emit_event(
             "model.published",
@@ -150,6 +154,15 @@ def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> Ret
             },
         )  # fmt: skip
     return report
+
+
+def last_versions(store: ObjectStore, manifest: ModelManifest) -> list[ModelManifest]:
+    """The model's newest manifests, newest first, ten at most; a damaged one of old is told by `models verify`, not here."""
+    found = []
+    for number in versions(store, manifest.model)[: -VERSIONS_SHOWN - 1 : -1]:
+        with contextlib.suppress(ArtifactIntegrityError):
+            found.append(manifest if number == manifest.version else read_manifest(store, manifest.model, number))
+    return found
 
 
 def _report(manifest: ModelManifest, store: ObjectStore, promotion: str, *, already_trained: bool) -> RetrainReport:

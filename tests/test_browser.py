@@ -90,7 +90,8 @@ def test_every_artifact_is_shown_with_its_plots(browser, served, trained):
     with served.client() as client:
         artifacts = {a.key: a for a in client.read_artifacts(limit=200)}
     reports = {"tft-training-report": "tft", "dqn-training-report": "dqn"}
-    assert set(artifacts) >= {*reports, "validation", "tft-lineage", "dqn-lineage", "tft-progress", "dqn-progress"}
+    others = {f"{family}-{kind}" for family in ("tft", "dqn") for kind in ("lineage", "progress", "versions")}
+    assert set(artifacts) >= {*reports, *others, "validation"}
     for key, artifact in artifacts.items():
         page = Page(browser, served, f"artifacts/artifact/{artifact.id}")
         page.shows(key)
