@@ -11,6 +11,7 @@ from typing import Any
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
 
 from models.manifest import Family, ModelConfig, ModelManifest, StopReason, StoredFile
@@ -53,8 +54,6 @@ class RetrainReport(BaseModel):
 
 def run_name() -> str:
     """`retrain-tft[fae29117]`: the flow and the start of the dataset's fingerprint."""
-    from prefect.runtime import flow_run
-
     uri = str((flow_run.parameters or {}).get("dataset", ""))
     return f"{flow_run.flow_name}[{uri.rpartition('/dataset.json')[0].rpartition('/')[2][:8] or uri}]"
 
@@ -103,7 +102,7 @@ def retrain(
     dataset = read_dataset(dataset_uri)
     key = run_key(dataset, config, model, again=uuid.uuid4().hex if again else "")
     already = True
-    with claim_run(opened, key, model, on_wait=logger.info) as claim:
+    with claim_run(opened, key, model, on_wait=logger.info, flow_run=flow_run.root_flow_run_id or "") as claim:
         if claim.manifest is not None:
             logger.info("%s: already trained as version %d (run key %s)", model, claim.manifest.version, key[:12])
             verify(opened, model, claim.manifest.version)

@@ -11,7 +11,6 @@ from test_serve import runs_of
 
 from flows.backfill import DateRange, sources_of
 
-
 LEAP = ("02-28", "02-29", "03-01")
 WINTER = ["/2025-11", "/2025-12", "/2026-01"]
 
