@@ -12,7 +12,7 @@ WORKDIR /app
 RUN python -m venv /venv
 COPY requirements.lock ./
 # What only tests and checks need stays out
-RUN grep -vE '^(pytest|ruff|mypy|hypothesis|onnx|hadolint|docker-compose|kubernetes-validate|importlib_resources|selenium|execnet)' requirements.lock \
+RUN grep -vE '^(pytest|ruff|mypy|hypothesis|onnx|hadolint|docker-compose|kubernetes-validate|importlib_resources|selenium|trio|outcome|wsproto|execnet)' requirements.lock \
     > runtime.lock
 
 FROM lock AS build-cuda

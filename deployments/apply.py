@@ -140,12 +140,20 @@ def _wanted_deployment(entry: dict[str, Any], flow: Any) -> dict[str, Any]:
         "schedules": [(s["slug"], s["cron"], s["timezone"], True) for s in entry.get("schedules", ())],
         "work_pool_name": entry["work_pool"]["name"],
         "job_variables": entry["work_pool"].get("job_variables", {}),
-        "parameter_openapi_schema": parameter_schema(flow).model_dump(mode="json", exclude_unset=True),
+        "parameter_openapi_schema": _in_order(parameter_schema(flow).model_dump(mode="json", exclude_unset=True)),
         "paused": False,
         "enforce_parameter_schema": True,
         "pull_steps": [],
         "path": None,
     }
+
+
+def _in_order(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with a position for the fields of nested models too: PostgreSQL keeps no order, and the form would have none."""
+    for model in schema.get("definitions", {}).values():
+        for position, field in enumerate(model.get("properties", {}).values()):
+            field["position"] = position
+    return schema
 
 
 def _current(found: Any, field: str) -> Any:

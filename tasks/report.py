@@ -67,6 +67,7 @@ def _loss_curve(result: TrainResult) -> str:
         if result.best_epoch:
             axes.axvline(result.best_epoch, color=INK, linestyle=":", label=f"best epoch {result.best_epoch}")
         axes.set_xlabel("epoch")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("train loss", color=COLOURS[0])
         axes.legend(frameon=False)
 
@@ -88,6 +89,7 @@ def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, middle, color=COLOURS[0], label="middle quantile")
             axes.plot(steps, sample["actual"], color=COLOURS[1], marker=".", label="actual")
             axes.set_xlabel("bars ahead")
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False)
 
         yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
@@ -145,6 +147,7 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, shares, color=colour, marker=".", label=f"less than {name}")
         axes.axhline(0, color=INK, linestyle=":")
         axes.set_xlabel("bars ahead")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("pinball saved, %")
         axes.legend(frameon=False)
 
@@ -152,6 +155,7 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.plot(steps, test["coverage_by_step"], color=COLOURS[0], marker=".", label="outer band covers")
         axes.axhline(test["coverage"], color=INK, linestyle=":", label="all steps")
         axes.set_xlabel("bars ahead")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False)
 
     yield "Skill by step on the test block", svg_plot(skill)
@@ -315,3 +319,29 @@ def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
     text = f"# {manifest.model} version {manifest.version} against {decision.champion}: {verdict}\n\n{decision.why}\n\n"
     plot = f"\n\n![summed advantage]({data_uri(svg_plot(draw))})\n"
     create_markdown_artifact(text + head + table + plot, key=f"{manifest.family}-promotion", description=decision.why[:200])
+
+
+HEADLINES = {
+    "tft": ("validation_score", "test.pinball", "test.skill_vs_naive", "test.skill_vs_linear", "test.coverage"),
+    "dqn": ("validation_score", "test_fill_close.net_return", "test_fill_next.net_return", "test_fill_close.max_drawdown",
+            "test_fill_close.fraction_of_optimum", "verdict"),
+}  # fmt: skip
+"""Numbers of the versions' table, by family. Each version's test block is its own: compare over time, not to the last digit."""
+
+
+def show_versions(newest: Sequence[ModelManifest], champion: int | None) -> None:
+    """The last versions of a model beside each other, newest first, as a table artifact of the current run."""
+    table = []
+    for manifest in newest:
+        numbers = dict(flat_metrics(manifest.metrics))
+        data = manifest.dataset
+        table.append(
+            {
+                "version": manifest.version,
+                "champion": "yes" if manifest.version == champion else "",
+                "dataset": f"{data.fingerprint[:8]}, {data.rows} rows to {data.last_timestamp[:10]}",
+                "ended": f"{manifest.stop_reason} after {manifest.epochs}",
+                **{name.removeprefix("test."): numbers.get(name, "") for name in HEADLINES[manifest.family]},
+            }
+        )
+    create_table_artifact(table, key=f"{newest[0].family}-versions", description=f"The last versions of {newest[0].model}")

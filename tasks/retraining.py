@@ -3,6 +3,7 @@ configuration and code are trained once, whoever asks (a person, a trigger, a re
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
 from typing import Any
@@ -10,18 +11,21 @@ from typing import Any
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
+from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict
 
 from models.manifest import Family, ModelConfig, ModelManifest, StopReason, StoredFile
 from tasks import default_store, forecastle_home
-from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, run_key, verify
+from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, read_manifest, run_key, verify
 from tasks.promotion import Decision, challenge
-from tasks.report import show_comparison, show_lineage
+from tasks.registry import versions
+from tasks.report import show_comparison, show_lineage, show_versions
 from tasks.run_record import stop_crash_loop
 from tasks.runs import RunClaim, claim_run
-from tasks.storage import ObjectMissing, ObjectStore, StoreError, open_store
+from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, StoreError, open_store
 
 RUN_KEY = re.compile("[0-9a-f]{6,64}")
+VERSIONS_SHOWN = 10
 
 
 class RetrainReport(BaseModel):
@@ -50,8 +54,6 @@ class RetrainReport(BaseModel):
 
 def run_name() -> str:
     """`retrain-tft[fae29117]`: the flow and the start of the dataset's fingerprint."""
-    from prefect.runtime import flow_run
-
     uri = str((flow_run.parameters or {}).get("dataset", ""))
     return f"{flow_run.flow_name}[{uri.rpartition('/dataset.json')[0].rpartition('/')[2][:8] or uri}]"
 
@@ -100,7 +102,7 @@ def retrain(
     dataset = read_dataset(dataset_uri)
     key = run_key(dataset, config, model, again=uuid.uuid4().hex if again else "")
     already = True
-    with claim_run(opened, key, model, on_wait=logger.info) as claim:
+    with claim_run(opened, key, model, on_wait=logger.info, flow_run=flow_run.root_flow_run_id or "") as claim:
         if claim.manifest is not None:
             logger.info("%s: already trained as version %d (run key %s)", model, claim.manifest.version, key[:12])
             verify(opened, model, claim.manifest.version)
@@ -138,6 +140,7 @@ def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> Ret
     get_run_logger().info("%s version %d %s", manifest.model, manifest.version, text)
     report = _report(manifest, store, text, already_trained=already)
     show_lineage(manifest, manifest.dataset, report.uri, text)
+    show_versions(last_versions(store, manifest), champion_version(store, manifest.model))
     if not already:
         emit_event(
             "model.published",
@@ -150,6 +153,15 @@ def settle(manifest: ModelManifest, store: ObjectStore, *, already: bool) -> Ret
             },
         )  # fmt: skip
     return report
+
+
+def last_versions(store: ObjectStore, manifest: ModelManifest) -> list[ModelManifest]:
+    """The model's newest manifests, newest first, ten at most; a damaged one of old is told by `models verify`, not here."""
+    found = []
+    for number in versions(store, manifest.model)[: -VERSIONS_SHOWN - 1 : -1]:
+        with contextlib.suppress(ArtifactIntegrityError):
+            found.append(manifest if number == manifest.version else read_manifest(store, manifest.model, number))
+    return found
 
 
 def _report(manifest: ModelManifest, store: ObjectStore, promotion: str, *, already_trained: bool) -> RetrainReport:

@@ -69,15 +69,17 @@ def claim_run(
     stale_seconds: float = 90.0,
     poll_seconds: float = 3.0,
     on_wait: Callable[[str], None] = lambda text: None,
+    flow_run: str = "",
 ) -> Iterator[RunClaim]:
     """Hold the run key while the block trains and publishes, or get the published manifest.
 
     A claim held by somebody else is waited for. It is taken over only when its beat has stood still for
-    `stale_seconds` of this process's own clock, so clocks of different machines are never compared.
+    `stale_seconds` of this process's own clock, so clocks of different machines are never compared;
+    at once by the same `flow_run` (its id) that is started again: its process before has ended, or loses at publishing.
     """
     if not NAME.fullmatch(model):
         raise ValueError(f"{model!r} is no name for a model: letters, digits, '.', '_' and '-'")
-    claim = RunClaim(store, key, model, uuid.uuid4().hex)
+    claim = RunClaim(store, key, model, f"{flow_run}:{uuid.uuid4().hex}")
     _acquire(claim, stale_seconds, poll_seconds, on_wait)
     if claim.manifest is not None:
         yield claim
@@ -109,7 +111,9 @@ def _acquire(claim: RunClaim, stale: float, poll: float, on_wait: Callable[[str]
             if seen is None and record["state"] == "training":
                 on_wait(f"run {claim.run_key[:12]} is being trained elsewhere; waiting for it")
             seen, since = mark, time.monotonic()
-        if record["state"] == "released" or time.monotonic() - since > stale:
+        flow_run = claim.owner.partition(":")[0]
+        started_again = bool(flow_run) and record.get("owner", "").startswith(f"{flow_run}:")
+        if record["state"] == "released" or started_again or time.monotonic() - since > stale:
             number = record["version"] or _next_version(store, claim.model, claim.run_key)
             mine = {
                 "owner": claim.owner,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID
 
+import prefect.utilities.engine
 import torch
 from prefect import get_run_logger, task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
@@ -88,11 +89,19 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
         elif previous == signal.SIG_DFL:
             raise TrainingInterrupted(f"stopped by {signal.Signals(number).name}")
 
+    # A worker asks the run whether Prefect's own handler is in place before it tells it that a SIGTERM means cancel; without
+    # an answer a cancelled run ends as Crashed. Ours stands for it, since it hands on to it.
+    prefects = getattr(prefect.utilities.engine, "_prefect_sigterm_handler", None)
+    stand_in = prefects is not None and before.get(signal.SIGTERM) is prefects
     for number in before:
         signal.signal(number, remember)
+    if stand_in:
+        prefect.utilities.engine._prefect_sigterm_handler = remember  # type: ignore[assignment]
     try:
         yield lambda: bool(received)
     finally:
+        if stand_in:
+            prefect.utilities.engine._prefect_sigterm_handler = prefects  # type: ignore[assignment]
         for number, previous in before.items():
             signal.signal(number, previous)
     if received:

@@ -318,3 +318,14 @@ def test_run_key_follows_everything_that_decides_the_weights():
     }
     assert len(keys) == 5
     assert run_key(DATASET, CONFIG, "dqn") in keys
+
+
+@pytest.mark.parametrize(("second", "at_once"), [("run-1", True), ("run-2", False), ("", False)])
+def test_a_run_that_is_started_again_takes_over_its_own_claim_at_once_and_nobody_elses(store, second, at_once):
+    key = "ab" * 32
+    first = claim_run(store, key, "dqn", beat_seconds=60, flow_run="run-1")
+    first.__enter__()  # its process is killed: nothing releases the claim
+    started = time.monotonic()
+    with claim_run(store, key, "dqn", poll_seconds=0.05, stale_seconds=1, flow_run=second) as claim:
+        assert claim.version == 1
+        assert (time.monotonic() - started < 0.9) is at_once

@@ -1,24 +1,29 @@
 """The served set-up from a dropped Parquet file to a champion, and what it does when its parts are killed."""
 
 import contextlib
+import http.server
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
 from random import Random
 
 import pytest
+from prefect.blocks.webhook import Webhook
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId, LogFilter, LogFilterFlowRunId
-from prefect.states import Cancelling
+from prefect.events import emit_event
+from prefect.states import Cancelling, Completed, Failed, Paused
 from served import wait_for
 from synthetic import write_market
 
+from deployments.apply import apply
 from tasks.artifacts import champion_version, read_manifest, verify
 from tasks.local_s3 import _started_at as started_at
 
@@ -106,7 +111,7 @@ def processes_of(run_id):
     return [pid for pid in found if started_at(pid)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def dataset(served):
     """URI of a small dataset in the served store."""
     write_market(served.home / "drill", series={"AAA": 160, "BBB": 140}, seed=8)
@@ -173,6 +178,56 @@ def test_one_training_per_gpu_and_a_cancelled_one_saves_ends_and_resumes_bit_equ
             manifest = verify(served.store(), model, 1)
             finals[model] = manifest.files[manifest.final]
     assert finals["again"] == finals["whole"]
+
+
+@contextlib.contextmanager
+def receiver():
+    """A local web server that keeps what is posted to it; its address and what came."""
+    came = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            came.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/hook?token=secret", came
+        server.shutdown()
+
+
+def test_failed_crashed_and_not_promoted_tell_the_webhook_and_nothing_else_does(served, monkeypatch):
+    with served.client() as client, receiver() as (url, came):
+        with monkeypatch.context() as patch:
+            patch.setenv("FORECASTLE_WEBHOOK_URL", url)
+            made = apply()
+        told = [line.split()[2] for line in made if "tell-" in line or "block" in line]
+        assert told == ["forecastle-alerts", "tell-failed-or-crashed", "tell-not-promoted"]
+        assert "secret" not in " ".join(made), "the address is a secret"
+        deployment = client.read_deployment_by_name("predict/predict")
+        try:
+            for state in (Failed(message="no champion"), Completed()):
+                run = client.create_flow_run_from_deployment(deployment.id, name=state.name.lower(), state=Paused())
+                client.set_flow_run_state(run.id, state, force=True)
+            resource = {"prefect.resource.id": "model.tft"}
+            for promoted in ("true", "false"):
+                payload = {"model": "tft", "version": 7, "why": f"promoted: {promoted}"}
+                emit_event("model.published", resource={**resource, "forecastle.promoted": promoted}, payload=payload)
+            wait_for(lambda: len(came) >= 2, 60, lambda: f"{came} {served.logs()}")
+            time.sleep(3)
+            texts = sorted(message["text"] for message in came)
+            assert len(texts) == 2, texts
+            assert texts[0].startswith("failed: Failed. no champion http")
+            assert texts[1] == "tft version 7 is published but not champion: promoted: false"
+        finally:
+            client.delete_block_document(Webhook.load("forecastle-alerts")._block_document_id)
+            assert [line.split()[:3:2] for line in apply() if "tell-" in line] == [
+                ["delete", "tell-failed-or-crashed"], ["delete", "tell-not-promoted"],
+            ]  # fmt: skip
 
 
 KILLED = ("flow", "worker-gpu", "server", "postgres", "s3", "flow and worker-gpu")
