@@ -195,9 +195,9 @@ def stop(home: Path) -> None:
             end = time.monotonic() + seconds
             while _owned_pid(home) is not None and time.monotonic() < end:
                 time.sleep(0.05)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)  # collected when it is our own child
             if _owned_pid(home) is None:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)  # ended: collected when it is our own child
                 break
         else:
             raise LocalS3Error(f"the local S3 server (pid {pid}) does not end; see {home / 'log'}")
