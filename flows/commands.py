@@ -25,7 +25,7 @@ from tasks import default_store, forecastle_home, local_s3
 from tasks.artifacts import read_manifest, verify
 from tasks.garbage import DAY, HOUR, Garbage, collect
 from tasks.registry import ModelList, ShownModel, fetch, list_models, promote, rollback, show
-from tasks.retraining import RetrainReport
+from tasks.retraining import Resume, RetrainReport
 from tasks.storage import open_store
 
 
@@ -127,6 +127,7 @@ def train_tft(
     name: str = "tft",
     config: TFTConfig = TFTConfig(),
     again: bool = False,
+    resume: Resume = "auto",
 ) -> RetrainReport:
     """Train a Temporal Fusion Transformer and publish it.
 
@@ -138,9 +139,10 @@ def train_tft(
         name: Name of the model.
         config: How to learn; --config FILE reads a TOML file.
         again: Train even when this dataset and configuration are trained already.
+        resume: auto goes on from the newest valid state of this run; never begins anew.
     """
     reach_prefect()
-    return retrain_tft(_dataset(dataset, source, store, contract), store, name, config, again)
+    return retrain_tft(_dataset(dataset, source, store, contract), store, name, config, again, resume)
 
 
 def train_dqn(
@@ -152,6 +154,7 @@ def train_dqn(
     name: str = "dqn",
     config: DQNConfig = DQNConfig(),
     again: bool = False,
+    resume: Resume = "auto",
 ) -> RetrainReport:
     """Train a DQN trading agent and publish it.
 
@@ -163,9 +166,10 @@ def train_dqn(
         name: Name of the model.
         config: How to learn; --config FILE reads a TOML file.
         again: Train even when this dataset and configuration are trained already.
+        resume: auto goes on from the newest valid state of this run; never begins anew.
     """
     reach_prefect()
-    return retrain_dqn(_dataset(dataset, source, store, contract), store, name, config, again)
+    return retrain_dqn(_dataset(dataset, source, store, contract), store, name, config, again, resume)
 
 
 def list_versions(name: str | None = None, *, store: str | None = None) -> ModelList:

@@ -48,6 +48,9 @@ class RunConfig(BaseModel):
     checkpoint_every: int = Field(5, ge=1, description="Epochs between saved checkpoints.")
     early_stopping: EarlyStopping = Field(EarlyStopping(), description="When to stop before the last epoch.")
     final_weights: Literal["best", "last"] = Field("best", description="Which epoch's weights the final file holds.")
+    keep_checkpoints: int | None = Field(
+        None, ge=0, description="Regular checkpoints that are published beside the final one, the latest; none: all."
+    )
     split: Split = Field(Split(), description="Train, validation and test blocks.")
     promotion: Literal["better", "not_worse", "always", "never"] = Field(
         "better", description="When a new version becomes champion: by a comparison on bars new to both, always, or never."

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -24,6 +24,7 @@ from tasks.run_record import stop_crash_loop
 from tasks.runs import RunClaim, claim_run
 from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, StoreError, open_store
 
+Resume = Literal["auto", "never"]
 RUN_KEY = re.compile("[0-9a-f]{6,64}")
 VERSIONS_SHOWN = 10
 
@@ -92,7 +93,13 @@ def decide_on_promotion(manifest: ModelManifest, store: str) -> Decision:
 
 
 def retrain(
-    train: Task[..., TrainedRun], config: ModelConfig, dataset_uri: str, store: str | None, model: str, again: bool
+    train: Task[..., TrainedRun],
+    config: ModelConfig,
+    dataset_uri: str,
+    store: str | None,
+    model: str,
+    again: bool,
+    resume: Resume = "auto",
 ) -> RetrainReport:
     """Train with `train`, publish and decide on promotion, unless this run key is published already: then its files are
     verified and shown."""
@@ -108,7 +115,7 @@ def retrain(
             verify(opened, model, claim.manifest.version)
             manifest = claim.manifest
         else:
-            run = train(config, dataset, dataset_uri, opened.uri, key, model)
+            run = train(config, dataset, dataset_uri, opened.uri, key, model, resume)
             manifest = publish(run, opened.uri, claim)
             already = False
     return settle(manifest, opened, already=already)

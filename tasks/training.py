@@ -182,6 +182,7 @@ def _train(
     store: ObjectStore,
     key: str,
     model: str,
+    resume_from: str,
 ) -> TrainedRun:
     """Train to a folder of checkpoint files and a report. Raises TrainingInterrupted after a stop signal: then the
     final file and the resume state stand under runs/<key>/ in the store."""
@@ -189,7 +190,7 @@ def _train(
     device = resolve_device(config)
     folder = forecastle_home() / "runs" / key
     series = load_series(dataset, dataset_uri, forecastle_home() / "cache")
-    resume, skipped = newest_resume(store, key)
+    resume, skipped = newest_resume(store, key) if resume_from == "auto" else (None, [])
     for line in skipped:
         logger.warning("resume state passed over: %s", line)
     checkpoints: dict[str, Checkpoint] = {}
@@ -232,12 +233,15 @@ def _train(
         raise TrainingInterrupted(f"{model}: stopped after {result.epochs} epochs; a rerun continues from there")
     logger.info("%s ended: %s after %d epochs", model, result.stop_reason, result.epochs)
     looked = result.report.get("interpretation")
+    *regular, final = checkpoints.values()
+    if config.keep_checkpoints is not None:
+        regular = regular[max(0, len(regular) - config.keep_checkpoints) :]
     run = TrainedRun(
         run_key=key,
         model=model,
         family=config.family,
         folder=str(folder),
-        checkpoints=tuple(checkpoints.values()),
+        checkpoints=(*regular, final),
         config=config,
         dataset=dataset,
         dataset_uri=dataset_uri,
@@ -265,12 +269,16 @@ def _place(key: str, checkpoint: Checkpoint) -> str:
 
 
 @task(name="train-tft", task_run_name="train-tft[{model}]", cache_policy=NO_CACHE)
-def train_tft(config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str) -> TrainedRun:
+def train_tft(
+    config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str, resume: str = "auto"
+) -> TrainedRun:
     """Train a Temporal Fusion Transformer on one dataset; files stay on this machine until they are published."""
-    return _train(models.tft.training.train, config, dataset, dataset_uri, open_store(store), key, model)
+    return _train(models.tft.training.train, config, dataset, dataset_uri, open_store(store), key, model, resume)
 
 
 @task(name="train-dqn", task_run_name="train-dqn[{model}]", cache_policy=NO_CACHE)
-def train_dqn(config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str) -> TrainedRun:
+def train_dqn(
+    config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str, resume: str = "auto"
+) -> TrainedRun:
     """Train a DQN agent on one dataset; files stay on this machine until they are published."""
-    return _train(models.dqn.training.train, config, dataset, dataset_uri, open_store(store), key, model)
+    return _train(models.dqn.training.train, config, dataset, dataset_uri, open_store(store), key, model, resume)

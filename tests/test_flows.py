@@ -184,6 +184,8 @@ def test_a_challenger_is_held_against_the_champion_and_the_run_shows_it(publishe
     [
         ({"epochs": 7, "checkpoint_every": 5}, {"dqn_epoch_5.safetensors", "dqn_final_epoch7.safetensors"}),
         ({"epochs": 5, "checkpoint_every": 5}, {"dqn_epoch_5.safetensors", "dqn_final_epoch5.safetensors"}),
+        ({"epochs": 3, "keep_checkpoints": 1}, {"dqn_epoch_3.safetensors", "dqn_final_epoch3.safetensors"}),
+        ({"epochs": 4, "keep_checkpoints": 0}, {"dqn_final_epoch4.safetensors"}),
     ],
 )
 def test_exactly_the_named_checkpoints_are_published(published, change, expected):
