@@ -185,6 +185,13 @@ def _wait_for_bucket(home: Path, seconds: float) -> None:
     raise LocalS3Error(f"the local S3 server did not answer within {seconds:.0f} s ({last}); see {home / 'log'}")
 
 
+def _ended(home: Path, pid: int) -> bool:
+    ended = _owned_pid(home) is None
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)  # collected when it is our own child, after the look: it may have ended in between
+    return ended
+
+
 def stop(home: Path) -> None:
     """Stop the server of this home and wait until it is gone; only its own process, the data stay."""
     pid = _owned_pid(home)
@@ -193,11 +200,9 @@ def stop(home: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
             end = time.monotonic() + seconds
-            while _owned_pid(home) is not None and time.monotonic() < end:
+            while not (ended := _ended(home, pid)) and time.monotonic() < end:
                 time.sleep(0.05)
-            if _owned_pid(home) is None:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)  # ended: collected when it is our own child
+            if ended:
                 break
         else:
             raise LocalS3Error(f"the local S3 server (pid {pid}) does not end; see {home / 'log'}")
