@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from models.checkpoint import Snapshot, load_checkpoint
+from models.checkpoint import CheckpointError, Snapshot, load_checkpoint
 from models.features import canonical_json
 from models.manifest import NAME, Checkpoint, Dataset, Family, ModelConfig, ModelManifest, StopReason, StoredFile
 from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, digest, split_uri
@@ -214,6 +214,8 @@ def load_published(store: ObjectStore, manifest: ModelManifest, folder: Path) ->
     that it is of another config, contract or dataset than the manifest, CheckpointError when it cannot be trusted."""
     path = fetch_file(store, manifest, manifest.final, folder)
     snapshot = load_checkpoint(path, manifest.files[manifest.final].sha256)
+    if odd := [name for name in snapshot.tensors if not name.startswith(("network.", "scaler.", "conformal."))]:
+        raise CheckpointError(f"{path.name}: tensors that no model of this project has: {odd[:4]}")
     said = {name: snapshot.metadata.get(name) for name in ("config", "contract", "dataset")}
     meant = {
         "config": manifest.config.model_dump(mode="json"), "contract": manifest.dataset.contract.model_dump(mode="json"),

@@ -21,7 +21,7 @@ from typing import Any
 
 from models.checkpoint import atomic_file
 from models.manifest import StoredFile
-from tasks.storage import ObjectInfo, ObjectMissing, StoreConflict, StoredObject, StoreError, check_key, digest, same
+from tasks.storage import SWAP_LIMIT, ObjectInfo, ObjectMissing, StoreConflict, StoredObject, StoreError, check_key, digest, same
 
 PART = 16 * 2**20
 """Bytes of a part of an upload or a download: with four at once, 64 MiB of memory whatever the file's size."""
@@ -207,14 +207,13 @@ class S3Store:
     # --- bytes down ---
 
     def get(self, key: str, limit: int | None = None) -> bytes:
-        if limit is not None:
-            info = self.head(key)
-            if info and info.size > limit:
-                raise StoreError(f"{self.uri}/{key} has {info.size} bytes, more than the allowed {limit}")
-        return self._get(key)[0]
+        return self._get(key, limit)[0]
 
-    def _get(self, key: str, **part: str) -> tuple[bytes, str]:
+    def _get(self, key: str, limit: int | None = None, **part: str) -> tuple[bytes, str]:
         def read(answer: dict[str, Any]) -> tuple[bytes, str]:
+            if limit is not None and (size := answer["ContentLength"]) > limit:
+                answer["Body"].close()
+                raise StoreError(f"{self.uri}/{key} has {size} bytes, more than the allowed {limit}")
             return answer["Body"].read(), str(answer["ETag"])
 
         return self._answered(key, read, **part)
@@ -224,6 +223,8 @@ class S3Store:
         for attempt in (1, 2, 3):
             try:
                 return read(self.client.get_object(Bucket=self.bucket, Key=self._key(key), **part))
+            except StoreError:
+                raise
             except Exception as error:
                 if _code(error) in {"NoSuchKey", "404", "AccessDenied"}:
                     # Who may not list is told 403 of a missing key: the two cannot be told apart
@@ -278,7 +279,7 @@ class S3Store:
 
     def read_for_swap(self, key: str) -> tuple[bytes, str] | None:
         try:
-            return self._get(key)
+            return self._get(key, SWAP_LIMIT)
         except ObjectMissing:
             return None
 

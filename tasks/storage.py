@@ -21,6 +21,8 @@ from models.manifest import StoredFile
 
 KEY_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 """Part of a key between slashes: never `..`, never hidden."""
+SWAP_LIMIT = 64 * 2**10
+"""Bytes of the largest object that is swapped: an alias, a claim, a counter."""
 
 
 class StoreError(RuntimeError):
@@ -211,7 +213,7 @@ class LocalStore:
 
     def read_for_swap(self, key: str) -> tuple[bytes, str] | None:
         try:
-            data = self.get(key)
+            data = self.get(key, SWAP_LIMIT)
         except ObjectMissing:
             return None
         return data, digest(data).sha256

@@ -229,10 +229,8 @@ def rebuilt(snapshot: Snapshot) -> tuple[PositionQNetwork, FeatureScaler]:
     """Network and scaler of a published agent. Raises CheckpointError when weights and config do not fit."""
     config = DQNConfig.model_validate(snapshot.metadata["config"])
     contract = FeatureContract.model_validate(snapshot.metadata["contract"])
-    scaling, width = (
-        [snapshot.tensors.get(f"scaler.{name}", torch.zeros(0)) for name in ("mean", "scale")],
-        len(contract.features),
-    )
+    scaling = [snapshot.tensors.get(f"scaler.{name}", torch.zeros(0)) for name in ("mean", "scale")]
+    width = len(contract.features)
     if any(tuple(x.shape) != (width,) or not bool(torch.isfinite(x).all()) for x in scaling):
         raise CheckpointError(f"the scaler is not of {width} finite features")
     weights = snapshot.part("network.")

@@ -355,6 +355,9 @@ def rebuilt(snapshot: Snapshot) -> tuple[TemporalFusionTransformer, Scaler]:
     network = TemporalFusionTransformer(config, sizes)
     load_weights(network, weights)
     network.eval()
+    for name, tensor in snapshot.part("scaler.").items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"the scaler's {name} is not finite")
     try:
         return network, Scaler.from_checkpoint(snapshot.tensors, snapshot.metadata)
     except (KeyError, TypeError, ValueError) as error:
