@@ -186,10 +186,10 @@ def _wait_for_bucket(home: Path, seconds: float) -> None:
 
 
 def _ended(home: Path, pid: int) -> bool:
-    ended = _owned_pid(home) is None
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # collected when it is our own child, after the look: it may have ended in between
-    return ended
+    try:  # our own child has ended when it can be collected: its first thread may have ended before the others
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return _owned_pid(home) is None
 
 
 def stop(home: Path) -> None:

@@ -23,6 +23,11 @@ from tasks.storage import LocalStore, open_store
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """The served set-up first: it is mostly waited for, while other processes work."""
+    items.sort(key=lambda item: item.path.name != "test_serve.py")
+
+
 def pytest_sessionfinish():
     shutil.rmtree(os.environ["FORECASTLE_HOME"], ignore_errors=True)
 
