@@ -96,7 +96,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     if x.device.type != "cpu":
         return functional.dropout(x, p)
     cut = min(255, max(1, round(p * 256)))
-    return x * (random_bytes(*x.shape, device=x.device) >= cut) * (256.0 / (256 - cut))
+    return x * random_bytes(*x.shape, device=x.device).ge_(cut) * (256.0 / (256 - cut))
 
 
 class GatedLinear(nn.Module):
