@@ -16,10 +16,11 @@ from models.features import MARKET_FEATURES, FeatureContract
 from models.manifest import Dataset, StoredFile
 from models.tft.config import TFTConfig
 from tasks import default_store
+from tasks.datasets import write_dataset
 from tasks.expectations import DataContractError, validate_features
-from tasks.parquet import stage_parquet, write_dataset
 from tasks.report import show_validation
 from tasks.run_record import stop_crash_loop
+from tasks.staging import stage_parquet
 from tasks.storage import StoreError, open_store
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)

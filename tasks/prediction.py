@@ -20,8 +20,8 @@ from models.tft.config import TFTConfig
 from models.windows import SeriesArrays
 from tasks.artifacts import load_published, read_manifest
 from tasks.expectations import validate_features
-from tasks.parquet import stage_parquet
 from tasks.series import series_from_staged
+from tasks.staging import stage_parquet
 from tasks.storage import ObjectStore
 
 TIME = pa.timestamp("us", tz="UTC")
