@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 from prefect.runtime import flow_run
@@ -18,12 +18,14 @@ from models.tft.config import TFTConfig
 from tasks import default_store, forecastle_home
 from tasks.datasets import write_dataset
 from tasks.expectations import DataContractError, validate_features
+from tasks.leaks import check_leaks
 from tasks.report import IngestLog, show_validation, whole_source_refused
 from tasks.run_record import stop_crash_loop
 from tasks.staging import stage_parquet
 from tasks.storage import StoreError, open_store
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
+look_for_leaks = task(name="check-leaks", cache_policy=NO_CACHE)(check_leaks)
 validate = task(name="validate-features", cache_policy=NO_CACHE)(validate_features)
 write = task(
     name="write-dataset",
@@ -68,11 +70,14 @@ def ingest(
     with tempfile.TemporaryDirectory(prefix="forecastle-", dir=config.spill_folder) as folder:
         try:
             staged = stage(source, wanted, config, Path(folder), cache=known, on_progress=IngestLog())
-            report = validate(staged)
+            report = look_for_leaks(staged, validate(staged))
         except DataContractError as refused:
             show_validation(refused.table or whole_source_refused(refused), source)  # with the failing features by name
             raise
         show_validation(report.table, source)
+        for line in report.table:
+            if line["result"] == "warning":
+                get_run_logger().warning("%s: %s", line["rule"], line["columns"] or line["rows"])
         dataset, uri = write(staged, report, opened)
     emit_event(
         "dataset.landed",

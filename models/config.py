@@ -84,6 +84,19 @@ POLICIES: dict[str, tuple[Policy, ...]] = {
 could be trained on it."""
 
 
+class FeatureBuilder(BaseModel):
+    """How the features of a source are built, to find out whether they look ahead."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: str = Field(
+        min_length=1,
+        description="module:function from a pandas table of bars to one of features; or a command with {bars} and {features}, "
+        "the Parquet files it reads and writes.",
+    )
+    bars: str = Field(min_length=1, description="Parquet file or folder with the bars: the contract's key, what run needs.")
+    cuts: int = Field(3, ge=1, description="Random instants at which the bars are made to end.")
+
+
 class IngestConfig(BaseModel):
     """How Parquet becomes a dataset."""
 
@@ -94,6 +107,8 @@ class IngestConfig(BaseModel):
     rules: dict[str, Policy] = Field({}, description="What to do about a rule, where on_bad_rows does not suit.")
     stale_after_days: float | None = Field(None, gt=0, description="Oldest that a series' last bar may be; none: any age.")
     gap_bars: int = Field(10, ge=1, description="Usual bars that may be missing in a row before it is a gap.")
+    leak_check: bool = Field(True, description="Ask a sample of rows whether a feature tells of bars to come.")
+    builder: FeatureBuilder | None = Field(None, description="Build the features again from fewer bars and compare.")
     memory_limit: str = Field("2GiB", pattern=r"^\d+(\.\d+)?\s?(MB|GB|MiB|GiB)$", description="DuckDB memory limit.")
     threads: int = Field(2, ge=1, description="DuckDB threads.")
     spill_folder: str | None = Field(None, description="Where rows are sorted and spilt; none: the system's temporary folder.")

@@ -18,6 +18,7 @@ from prefect.client.schemas.filters import ArtifactFilter
 from prefect.testing.utilities import prefect_test_harness
 from synthetic import DAY, START, market_tables, write_market
 from test_data import cut_short, drop_column, nan, wrong_type, zero_rows
+from test_leaks import leaking_source
 
 from flows.__main__ import main
 from flows.ingest import ingest
@@ -279,6 +280,22 @@ def test_every_kind_of_bad_file_exits_3_with_file_column_and_count(fault, tmp_pa
     for part in expected:
         assert part in error
     assert not (tmp_path / "store").exists()
+
+
+def test_a_leak_is_told_in_the_validation_table_and_refused_when_asked(tmp_path, capfd, caplog):
+    leaking_source(tmp_path / "source")
+    (tmp_path / "contract.toml").write_text(SMALL)
+    command = ["ingest", str(tmp_path / "source"), "--contract", str(tmp_path / "contract.toml"), "--json"]
+    for policy, code, result in (("warn", 0, "warning"), ("refuse", 3, "FAILED")):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--store", (tmp_path / policy).as_uri(), "--config.rules.leak", policy])
+        assert ended.value.code == code
+        assert "hist_004: correlation +0.99 with the next bar" in capfd.readouterr().err + caplog.text
+        with get_client(sync_client=True) as client:
+            tables = [json.loads(a.data) for a in client.read_artifacts(limit=200) if a.key == "validation"]
+        (line,) = [line for table in tables for line in table if line["result"] == result and "bars to come" in line["rule"]]
+        assert line["columns"].startswith("hist_004")
+    assert not (tmp_path / "refuse").exists()
 
 
 def train_command(dataset, store, epochs):
