@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -17,6 +18,7 @@ from models.manifest import Dataset, StoredFile
 from models.tft.config import TFTConfig
 from tasks import default_store, forecastle_home
 from tasks.datasets import write_dataset
+from tasks.drift import check_drift, keep_profile, show_drift
 from tasks.expectations import DataContractError, validate_features
 from tasks.leaks import check_leaks
 from tasks.report import IngestLog, show_validation, whole_source_refused
@@ -26,14 +28,16 @@ from tasks.storage import StoreError, open_store
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
 look_for_leaks = task(name="check-leaks", cache_policy=NO_CACHE)(check_leaks)
+look_for_drift = task(name="check-drift", cache_policy=NO_CACHE)(check_drift)
 validate = task(name="validate-features", cache_policy=NO_CACHE)(validate_features)
-write = task(
-    name="write-dataset",
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=[1, 5, 15],
-    retry_condition_fn=lambda task, run, state: isinstance(state.result(raise_on_failure=False), StoreError),
-)(write_dataset)
+retried: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": 3,
+    "retry_delay_seconds": [1, 5, 15],
+    "retry_condition_fn": lambda task, run, state: isinstance(state.result(raise_on_failure=False), StoreError),
+}
+write = task(name="write-dataset", **retried)(write_dataset)
+keep = task(name="keep-profile", **retried)(keep_profile)
 
 
 class IngestReport(BaseModel):
@@ -70,7 +74,7 @@ def ingest(
     with tempfile.TemporaryDirectory(prefix="forecastle-", dir=config.spill_folder) as folder:
         try:
             staged = stage(source, wanted, config, Path(folder), cache=known, on_progress=IngestLog())
-            report = look_for_leaks(staged, validate(staged))
+            report, drift = look_for_drift(staged, look_for_leaks(staged, validate(staged)), opened)
         except DataContractError as refused:
             show_validation(refused.table or whole_source_refused(refused), source)  # with the failing features by name
             raise
@@ -79,15 +83,18 @@ def ingest(
             if line["result"] == "warning":
                 get_run_logger().warning("%s: %s", line["rule"], line["columns"] or line["rows"])
         dataset, uri = write(staged, report, opened)
-    emit_event(
-        "dataset.landed",
-        resource={
-            "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
-            # Within a pipeline or a backfill it is the caller that decides what is trained
-            "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
-        },
-        payload={"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri},
-    )
+    keep(opened, dataset.fingerprint, drift.profile)
+    show_drift(drift, source)
+    about = {
+        "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
+        # Within a pipeline or a backfill it is the caller that decides what is trained
+        "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
+    }
+    payload = {"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri}
+    emit_event("dataset.landed", resource=about, payload=payload)
+    if drift.drifted:
+        compared = [drift.model_dump(mode="json", exclude={"features"}) for drift in drift.comparisons]
+        emit_event("dataset.drifted", resource=about, payload={**payload, "features": drift.drifted, "compared": compared})
     return IngestReport(
         dataset=uri,
         fingerprint=dataset.fingerprint,

@@ -109,6 +109,7 @@ class IngestConfig(BaseModel):
     gap_bars: int = Field(10, ge=1, description="Usual bars that may be missing in a row before it is a gap.")
     leak_check: bool = Field(True, description="Ask a sample of rows whether a feature tells of bars to come.")
     builder: FeatureBuilder | None = Field(None, description="Build the features again from fewer bars and compare.")
+    drift_threshold: float = Field(0.25, gt=0, description="PSI beyond which a feature is no longer like the champion's.")
     memory_limit: str = Field("2GiB", pattern=r"^\d+(\.\d+)?\s?(MB|GB|MiB|GiB)$", description="DuckDB memory limit.")
     threads: int = Field(2, ge=1, description="DuckDB threads.")
     spill_folder: str | None = Field(None, description="Where rows are sorted and spilt; none: the system's temporary folder.")

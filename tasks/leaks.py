@@ -90,16 +90,17 @@ def check_leaks(staged: StagedFiles, report: DataReport) -> DataReport:
     return report
 
 
-def with_line(report: DataReport, policy: str, rule: str, found: Sequence[str]) -> DataReport:
-    """The report with one line more: a warning when anything was found. Raises DataContractError when that is to be refused."""
-    result = "passed" if not found else "FAILED" if policy == "refuse" else "warning"
-    line: dict[str, Any] = {
-        "rule": rule, "policy": policy, "result": result, "columns": "; ".join(found[:20]), "rows": len(found),
-    }  # fmt: skip
-    table = [*report.table, line]
+def with_line(
+    report: DataReport, policy: str, rule: str, found: Sequence[str], note: str = "", judged: bool = True
+) -> DataReport:
+    """The report with one line more: a warning when anything was found, `info` when there was nothing to judge by. Raises
+    DataContractError when what was found is to be refused."""
+    result = "FAILED" if found and policy == "refuse" else "warning" if found else "passed" if judged else "info"
+    told = "; ".join([*found[:20], *([note] if note else [])])
+    table = [*report.table, {"rule": rule, "policy": policy, "result": result, "columns": told, "rows": len(found)}]
     if result == "FAILED":
         shown = "\n  ".join(found[:30])
-        raise DataContractError(f"{rule}: {len(found)} columns fail:\n  {shown}\nmend how they are built", table)
+        raise DataContractError(f"not {rule}: {len(found)} columns:\n  {shown}\nmend the source, or let it pass with warn", table)
     return report._replace(table=table)
 
 
