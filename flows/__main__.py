@@ -82,13 +82,15 @@ def _stderr_console() -> Any:
 
 
 def _expand(tokens: list[str]) -> list[str]:
-    """Spell out `--use-gradient-checkpointing` and `--config FILE` (TOML) as the config's own options."""
+    """Spell out `--use-gradient-checkpointing`, `--[no-]leak-check` and `--config FILE` (TOML) as the config's own options."""
     out: list[str] = []
     files: list[str] = []
     rest = iter(tokens)
     for token in rest:
         if token == "--use-gradient-checkpointing":
             out += ["--config.gradient-checkpointing", "full"]
+        elif token in ("--leak-check", "--no-leak-check"):
+            out.append(f"--config.{token.removeprefix('--')}")
         elif token == "--config":
             files.append(next(rest, ""))
         elif token.startswith("--config="):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.events import emit_event
 from prefect.runtime import flow_run
@@ -15,22 +16,28 @@ from models.config import IngestConfig
 from models.features import MARKET_FEATURES, FeatureContract
 from models.manifest import Dataset, StoredFile
 from models.tft.config import TFTConfig
-from tasks import default_store
+from tasks import default_store, forecastle_home
+from tasks.datasets import write_dataset
+from tasks.drift import check_drift, keep_profile, show_drift
 from tasks.expectations import DataContractError, validate_features
-from tasks.parquet import stage_parquet, write_dataset
-from tasks.report import show_validation
+from tasks.leaks import check_leaks
+from tasks.report import IngestLog, show_validation, whole_source_refused
 from tasks.run_record import stop_crash_loop
+from tasks.staging import stage_parquet
 from tasks.storage import StoreError, open_store
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
+look_for_leaks = task(name="check-leaks", cache_policy=NO_CACHE)(check_leaks)
+look_for_drift = task(name="check-drift", cache_policy=NO_CACHE)(check_drift)
 validate = task(name="validate-features", cache_policy=NO_CACHE)(validate_features)
-write = task(
-    name="write-dataset",
-    cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=[1, 5, 15],
-    retry_condition_fn=lambda task, run, state: isinstance(state.result(raise_on_failure=False), StoreError),
-)(write_dataset)
+retried: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": 3,
+    "retry_delay_seconds": [1, 5, 15],
+    "retry_condition_fn": lambda task, run, state: isinstance(state.result(raise_on_failure=False), StoreError),
+}
+write = task(name="write-dataset", **retried)(write_dataset)
+keep = task(name="keep-profile", **retried)(keep_profile)
 
 
 class IngestReport(BaseModel):
@@ -53,7 +60,7 @@ def ingest(
     """Read feature Parquet, check it and keep it as an immutable dataset.
 
     Args:
-        source: Folder, file or glob of Parquet files: the whole dataset.
+        source: Folder, file, glob or s3:// address of Parquet files, or a .txt file that lists such: the whole dataset.
         store: file:// or s3:// prefix; none takes FORECASTLE_STORE, else this machine's own store.
         contract: TOML file with the feature contract; none finds 5 static, 210 historical and 10 future columns by prefix.
         config: How to ingest.
@@ -61,24 +68,33 @@ def ingest(
     stop_crash_loop()
     wanted = FeatureContract.from_toml(contract) if contract else MARKET_FEATURES
     opened = open_store(default_store(store))
-    with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
-        staged = stage(source, wanted, config, Path(folder))
+    known = forecastle_home() / "cache" / "files"
+    if config.spill_folder:
+        Path(config.spill_folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="forecastle-", dir=config.spill_folder) as folder:
         try:
-            report = validate(staged)
+            staged = stage(source, wanted, config, Path(folder), cache=known, on_progress=IngestLog())
+            report, drift = look_for_drift(staged, look_for_leaks(staged, validate(staged)), opened)
         except DataContractError as refused:
-            show_validation(refused.table, source)  # with the failing features by name
+            show_validation(refused.table or whole_source_refused(refused), source)  # with the failing features by name
             raise
         show_validation(report.table, source)
+        for line in report.table:
+            if line["result"] == "warning":
+                get_run_logger().warning("%s: %s", line["rule"], line["columns"] or line["rows"])
         dataset, uri = write(staged, report, opened)
-    emit_event(
-        "dataset.landed",
-        resource={
-            "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
-            # Within a pipeline or a backfill it is the caller that decides what is trained
-            "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
-        },
-        payload={"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri},
-    )
+    keep(opened, dataset.fingerprint, drift.profile)
+    show_drift(drift, source)
+    about = {
+        "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
+        # Within a pipeline or a backfill it is the caller that decides what is trained
+        "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
+    }
+    payload = {"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri}
+    emit_event("dataset.landed", resource=about, payload=payload)
+    if drift.drifted:
+        compared = [drift.model_dump(mode="json", exclude={"features"}) for drift in drift.comparisons]
+        emit_event("dataset.drifted", resource=about, payload={**payload, "features": drift.drifted, "compared": compared})
     return IngestReport(
         dataset=uri,
         fingerprint=dataset.fingerprint,

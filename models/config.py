@@ -61,6 +61,42 @@ class RunConfig(BaseModel):
         return canonical_json(self.model_dump(mode="json"))
 
 
+Policy = Literal["refuse", "quarantine", "warn"]
+POLICIES: dict[str, tuple[Policy, ...]] = {
+    "null": ("refuse", "quarantine"),
+    "nan": ("refuse", "quarantine"),
+    "posinf": ("refuse", "quarantine"),
+    "neginf": ("refuse", "quarantine"),
+    "overflow": ("refuse", "quarantine"),
+    "exact_duplicate": ("refuse", "quarantine"),
+    "conflicting_key": ("refuse", "quarantine"),
+    "static_change": ("refuse", "quarantine"),
+    "future_time": ("refuse", "quarantine", "warn"),
+    "unsorted": ("warn", "refuse", "quarantine"),
+    "not_positive": ("warn", "refuse", "quarantine"),
+    "gap": ("warn", "refuse"),
+    "bar_interval": ("refuse", "warn"),
+    "stale": ("refuse", "warn"),
+    "leak": ("warn", "refuse"),
+    "drift": ("warn", "refuse"),
+}
+"""What may be done about each rule; the first is done by default. A missing number can never be warned about alone: nothing
+could be trained on it."""
+
+
+class FeatureBuilder(BaseModel):
+    """How the features of a source are built, to find out whether they look ahead."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    run: str = Field(
+        min_length=1,
+        description="module:function from a pandas table of bars to one of features; or a command with {bars} and {features}, "
+        "the Parquet files it reads and writes.",
+    )
+    bars: str = Field(min_length=1, description="Parquet file or folder with the bars: the contract's key, what run needs.")
+    cuts: int = Field(3, ge=1, description="Random instants at which the bars are made to end.")
+
+
 class IngestConfig(BaseModel):
     """How Parquet becomes a dataset."""
 
@@ -68,5 +104,28 @@ class IngestConfig(BaseModel):
     on_bad_rows: Literal["refuse", "quarantine"] = Field(
         "refuse", description="refuse the source, or set bad rows aside with the reason and keep the rest."
     )
+    rules: dict[str, Policy] = Field({}, description="What to do about a rule, where on_bad_rows does not suit.")
+    stale_after_days: float | None = Field(None, gt=0, description="Oldest that a series' last bar may be; none: any age.")
+    gap_bars: int = Field(10, ge=1, description="Usual bars that may be missing in a row before it is a gap.")
+    leak_check: bool = Field(True, description="Ask a sample of rows whether a feature tells of bars to come.")
+    builder: FeatureBuilder | None = Field(None, description="Build the features again from fewer bars and compare.")
+    drift_threshold: float = Field(0.25, gt=0, description="PSI beyond which a feature is no longer like the champion's.")
     memory_limit: str = Field("2GiB", pattern=r"^\d+(\.\d+)?\s?(MB|GB|MiB|GiB)$", description="DuckDB memory limit.")
     threads: int = Field(2, ge=1, description="DuckDB threads.")
+    spill_folder: str | None = Field(None, description="Where rows are sorted and spilt; none: the system's temporary folder.")
+
+    @model_validator(mode="after")
+    def _known_policies(self) -> IngestConfig:
+        for rule, policy in self.rules.items():
+            if rule not in POLICIES:
+                raise ValueError(f"no rule {rule!r}; there are {', '.join(POLICIES)}")
+            if policy not in POLICIES[rule]:
+                raise ValueError(f"rule {rule} can be {' or '.join(POLICIES[rule])}, not {policy}")
+        return self
+
+    def policy(self, rule: str) -> Policy:
+        """What to do about a rule."""
+        allowed = POLICIES[rule]
+        if rule in self.rules:
+            return self.rules[rule]
+        return "quarantine" if allowed[0] == "refuse" and self.on_bad_rows in allowed[1:] else allowed[0]

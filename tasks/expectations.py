@@ -1,17 +1,20 @@
 """Rules about values, as a Great Expectations suite over a DuckDB profile. What a column must be called and which type
-it has is settled before, in tasks/parquet.py. Great Expectations, DuckDB and pyarrow load when a source is validated.
+it has is settled before, in tasks/sources.py. Great Expectations, DuckDB and pyarrow load when a source is validated.
 
 Great Expectations checks aggregates here, computed by DuckDB and NumPy, not rows; tests hold the profile against NumPy."""
 
 from __future__ import annotations
 
 import tempfile
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tasks.bars import BarFacts, bar_facts, interval_seconds
+
 if TYPE_CHECKING:
-    from tasks.parquet import StagedFiles
+    from tasks.staging import StagedFiles
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -32,154 +35,182 @@ class ValidationEngineError(RuntimeError):
 
 
 class DataReport(NamedTuple):
-    """What every rule found (one dict per rule: rule, result, columns, rows) and the folder of the Data Docs."""
+    """What every rule found (one dict per rule: rule, policy, result, columns, rows), the folder of the Data Docs, and what the
+    rules looked at."""
 
     table: list[dict[str, Any]]
     data_docs: str | None
+    profile: Profile
 
 
 class Rule(NamedTuple):
-    """One rule: an expectation over the profile, and how its failure reads."""
+    """One rule: an expectation over the profile, and what its failure is called. `key` names its policy in IngestConfig.rules;
+    rules without one refuse."""
 
     name: str
-    expectation: str
-    arguments: dict[str, Any]
-    columns_of: str  # "columns" or "keys": which profile table it reads
-    only_warns: bool = False
+    column: str  # of the profile table
+    table: str = "columns"  # or "series" or "keys"
+    key: str | None = None
+    least: int | None = None  # otherwise the most is 0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ExpectColumnValuesToBeBetween."""
+        return {"column": self.column, **({"max_value": 0} if self.least is None else {"min_value": self.least})}
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("every column has rows", "ExpectColumnValuesToBeBetween", {"column": "rows", "min_value": 1}, "columns"),
-    Rule("no nulls", "ExpectColumnValuesToBeBetween", {"column": "nulls", "max_value": 0}, "columns"),
-    Rule("no NaN", "ExpectColumnValuesToBeBetween", {"column": "nan", "max_value": 0}, "columns"),
-    Rule("no +inf", "ExpectColumnValuesToBeBetween", {"column": "posinf", "max_value": 0}, "columns"),
-    Rule("no -inf", "ExpectColumnValuesToBeBetween", {"column": "neginf", "max_value": 0}, "columns"),
-    Rule("fits float32", "ExpectColumnValuesToBeBetween", {"column": "overflow", "max_value": 0}, "columns"),
+    Rule("every column has rows", "rows", least=1),
+    Rule("no nulls", "nulls", key="null"),
+    Rule("no NaN", "nan", key="nan"),
+    Rule("no +inf", "posinf", key="posinf"),
+    Rule("no -inf", "neginf", key="neginf"),
+    Rule("fits float32", "overflow", key="overflow"),
     # A sensor's level may be negative, and the TFT can forecast it; the DQN refuses to trade such a series
-    Rule("price above zero", "ExpectColumnValuesToBeBetween", {"column": "not_positive", "max_value": 0}, "columns", True),
-    Rule("static constant per series", "ExpectColumnValuesToBeBetween", {"column": "changing", "max_value": 0}, "columns"),
-    Rule("no exact duplicates", "ExpectColumnValuesToBeBetween", {"column": "exact_duplicates", "max_value": 0}, "keys"),
-    Rule("one row per key", "ExpectColumnValuesToBeBetween", {"column": "conflicting", "max_value": 0}, "keys"),
-    Rule("rising time per series", "ExpectColumnValuesToBeBetween", {"column": "disorder", "max_value": 0}, "keys"),
+    Rule("price above zero", "not_positive", key="not_positive"),
+    Rule("static constant per series", "changing", key="static_change"),
+    Rule("no bar ahead of the clock", "future_time", key="future_time"),
+    Rule("files in time order", "unsorted", key="unsorted"),
+    Rule("no gaps", "missing", "series", key="gap"),
+    Rule("bar interval as in the contract", "other_interval", "series", key="bar_interval"),
+    Rule("last bar is recent", "stale", "series", key="stale"),
+    Rule("no exact duplicates", "exact_duplicates", "keys", key="exact_duplicate"),
+    Rule("one row per key", "conflicting", "keys", key="conflicting_key"),
+    Rule("rising time per series", "disorder", "keys"),
 )
-"""The gate. `rows` of a column counts accepted rows; bad rows set aside by quarantine are counted on their own line."""
+"""The gate. Counts are of all rows read; only rows that no policy has set aside are judged."""
+KINDS = {
+    "nulls": "null", "nan": "nan", "posinf": "posinf", "neginf": "neginf", "overflow": "overflow",
+    "not_positive": "not_positive", "future_time": "future_time", "unsorted": "unsorted",
+}  # fmt: skip
+"""Columns of the profile that count rows by value, and what staging calls them."""
+NOT_NUMBERS = ("nan", "posinf", "neginf", "overflow")
 
 
-def profile(staged: StagedFiles) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One dict per column (rows, nulls, nan, posinf, neginf, overflow, min, max, not_positive, changing) and one for
-    the keys. DuckDB aggregates in one pass over the staged parts; non-finite values were counted by NumPy while
-    staging, and both must agree. Parts that quarantine has cleaned must hold none."""
+class Profile(NamedTuple):
+    """What the suite looks at: one dict per column, one per series, one for the keys, and the SQL that made it.
+
+    `judged` is `columns` without what policies have set aside.
+    """
+
+    columns: list[dict[str, Any]]
+    judged: list[dict[str, Any]]
+    series: list[dict[str, Any]]
+    keys: dict[str, Any]
+    sql: list[str]
+
+
+def profile(staged: StagedFiles) -> Profile:
+    """Counts, min and max of every column, facts of every series and of the keys. DuckDB aggregates in one pass over the
+    staged parts; values that are no numbers were counted by NumPy while staging, and both must agree."""
     import duckdb
     import pyarrow.dataset as ds
 
     contract = staged.contract
     numeric = [n for n in contract.columns if n not in (contract.entity, contract.timestamp)]
-    static = set(contract.groups()["static"])
-    connection = duckdb.connect(config={"memory_limit": staged.memory_limit, "threads": staged.threads})
+    static = sorted(contract.groups()["static"])
+    connection = duckdb.connect(config={"memory_limit": staged.config.memory_limit, "threads": staged.config.threads})
     try:
         connection.execute("SET enable_progress_bar = false")
         # Read through Arrow: DuckDB's own Parquet reader trusts statistics that leave NaN out
         connection.register("staged", ds.dataset(list(staged.parts)))
         quoted = {name: '"' + name.replace('"', '""') + '"' for name in contract.columns}
-        entity, time = quoted[contract.entity], quoted[contract.timestamp]
-        wanted = ["count(*)", f"count({entity})", f"count({time})"]
-        for name in numeric:
-            q = quoted[name]
-            finite = f"CASE WHEN isfinite({q}) THEN {q} END"
-            wanted += [f"count({q})", f"count({finite})", f"min({finite})", f"max({finite})"]
-        values = connection.sql(f"SELECT {', '.join(wanted)} FROM staged").fetchall()[0]
+        entity, moment = quoted[contract.entity], quoted[contract.timestamp]
+        sql = [profile_sql(entity, moment, [quoted[n] for n in numeric])]
+        values = connection.sql(sql[0]).fetchall()[0]
         changing = dict.fromkeys(static, 0)
         if static:
-            per_series = ", ".join(f"count(DISTINCT {quoted[n]}) > 1" for n in sorted(static))
-            rows = connection.sql(f"SELECT {per_series} FROM staged GROUP BY {entity}").fetchall()
-            changing = {name: sum(bool(row[i]) for row in rows) for i, name in enumerate(sorted(static))}
-        price = quoted[contract.price]
-        not_positive = connection.sql(f"SELECT coalesce(sum(CAST({price} <= 0 AS INT)), 0) FROM staged").fetchall()[0][0]
+            per_series = ", ".join(f"count(DISTINCT {quoted[n]}) > 1" for n in static)
+            sql.append(f"SELECT {per_series} FROM staged GROUP BY {entity}")
+            rows = connection.sql(sql[1]).fetchall()
+            changing = {name: sum(bool(row[i]) for row in rows) for i, name in enumerate(static)}
     finally:
         connection.close()
-    disorder = _disorder(staged)
     total = values[0]
+    present = {contract.entity: values[1], contract.timestamp: values[2]}
     bad = {c: {k: sum(f.values()) for k, f in kinds.items()} for c, kinds in staged.bad_values.items()}
-    present_of = {contract.entity: values[1], contract.timestamp: values[2]}
-    table = []
+    table, judged = [], []
     for at, name in enumerate((contract.entity, contract.timestamp, *numeric)):
-        counts = {kind: bad.get(name, {}).get(kind, 0) for kind in ("null", "nan", "posinf", "neginf", "overflow")}
-        row: dict[str, Any] = {
-            "feature": name, "rows": total, "nulls": counts["null"], "nan": counts["nan"], "posinf": counts["posinf"],
-            "neginf": counts["neginf"], "overflow": counts["overflow"], "min": 0.0, "max": 0.0,
-            "not_positive": int(not_positive) if name == contract.price else 0, "changing": changing.get(name, 0),
-        }  # fmt: skip
+        row: dict[str, Any] = {"feature": name, "rows": total, **{c: bad.get(name, {}).get(k, 0) for c, k in KINDS.items()}}
+        left = {c: staged.left_values.get(name, {}).get(k, 0) for c, k in KINDS.items()}
+        row |= {"min": 0.0, "max": 0.0, "changing": changing.get(name, 0)}
         if at >= 2:
-            present, finite_count, low, high = values[3 + 4 * (at - 2) : 7 + 4 * (at - 2)]
+            present[name], finite, low, high = values[3 + 4 * (at - 2) : 7 + 4 * (at - 2)]
             row |= {"min": float(low) if low is not None else 0.0, "max": float(high) if high is not None else 0.0}
-            present_of[name] = present
-            counted = 0 if staged.quarantined_rows else sum(counts.values()) - counts["null"]
-            if present - finite_count != counted:
-                raise ValidationEngineError(
-                    f"column '{name}': DuckDB sees {present - finite_count} non-finite values, NumPy {counted}"
-                )
-        nulls = 0 if staged.quarantined_rows else counts["null"]
-        if not staged.future_rows and total - present_of[name] != nulls:
-            raise ValidationEngineError(f"column '{name}': DuckDB sees {total - present_of[name]} nulls, NumPy {nulls}")
+            _agree(name, "non-finite values", present[name] - finite, sum(left[k] for k in NOT_NUMBERS), staged)
+        if not staged.future_rows:
+            _agree(name, "nulls", total - present[name], left["nulls"], staged)
         table.append(row)
+        judged.append({**row, **left})
+    facts = bar_facts(staged.parts, contract, staged.config.gap_bars)
     keys = {
         "exact_duplicates": staged.duplicates["exact"], "conflicting": staged.duplicates["conflicting"],
-        "disorder": disorder, "rows": total, "series": 0,
+        "disorder": facts.disorder, "rows": total,
     }  # fmt: skip
-    return table, keys
+    return Profile(table, judged, _judged_series(facts, staged), keys, sql)
 
 
-def _disorder(staged: StagedFiles) -> int:
-    """Rows that stand after a later row of the same series, or after a series of a later name, in stored order."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
+def profile_sql(entity: str, moment: str, numbers: list[str]) -> str:
+    """The one query over all columns (names quoted): rows, and count, finite count, min and max of every number."""
+    wanted = ["count(*)", f"count({entity})", f"count({moment})"]
+    for name in numbers:
+        finite = f"CASE WHEN isfinite({name}) THEN {name} END"
+        wanted += [f"count({name})", f"count({finite})", f"min({finite})", f"max({finite})"]
+    return f"SELECT {', '.join(wanted)} FROM staged"
 
-    found, last = 0, None
-    for part in staged.parts:
-        with pq.ParquetFile(part) as file:
-            for batch in file.iter_batches(columns=[staged.contract.entity, staged.contract.timestamp]):
-                rows = pa.Table.from_batches([batch])
-                both = pa.concat_tables([last, rows]) if last else rows
-                last = rows.slice(rows.num_rows - 1)
-                entity, time = (both[n].combine_chunks() for n in (staged.contract.entity, staged.contract.timestamp))
-                same, back = pc.equal(entity[1:], entity[:-1]), pc.less(entity[1:], entity[:-1])
-                wrong = pc.or_kleene(back, pc.and_kleene(same, pc.less(time[1:], time[:-1])))
-                found += pc.sum(wrong).as_py() or 0
-    return found
+
+def _agree(name: str, what: str, sql: int, numpy: int, staged: StagedFiles) -> None:
+    """Rows moved for what other rows say may have held some of what NumPy counted; otherwise both counts are equal."""
+    if sql > numpy or (sql < numpy and not staged.moved_rows):
+        raise ValidationEngineError(f"column '{name}': DuckDB sees {sql} {what}, NumPy {numpy}")
+
+
+def _judged_series(facts: BarFacts, staged: StagedFiles) -> list[dict[str, Any]]:
+    config, wanted = staged.config, staged.contract.bar_interval
+    seconds = interval_seconds(wanted) if wanted else None
+    limit = None if config.stale_after_days is None else time.time() - config.stale_after_days * 86_400
+    rows = []
+    for fact in facts.series:
+        off = seconds is not None and fact["interval_s"] is not None and abs(fact["interval_s"] / seconds - 1) > 0.01
+        rows.append({
+            "feature": fact["name"], "interval_s": fact["interval_s"] or 0.0, "missing": fact["missing"],
+            "widest": fact["widest"], "other_interval": int(off), "stale": int(limit is not None and fact["last"] / 1e6 < limit),
+        })  # fmt: skip
+    return rows
 
 
 def validate_features(staged: StagedFiles) -> DataReport:
-    """Run the gate. Raises DataContractError naming columns, files and counts when a rule fails, and
-    ValidationEngineError when the engine broke (which is never the data's fault).
-
-    Rows set aside by quarantine no longer count against a rule; they stand in its line of the table.
-    """
-    table, keys = profile(staged)
-    if staged.quarantined_rows:
-        kinds = {"nulls", "nan", "posinf", "neginf", "overflow"}
-        judged = [{k: (0 if k in kinds else v) for k, v in row.items()} for row in table]
-        judged_keys = {**keys, "exact_duplicates": 0, "conflicting": 0}
-    else:
-        judged, judged_keys = table, keys
-    results, docs = _run_suite(judged, judged_keys, Path(staged.parts[0]).parent)
+    """Run the gate. Raises DataContractError naming columns, files and counts when a rule fails whose policy is to refuse,
+    and ValidationEngineError when the engine broke (which is never the data's fault)."""
+    found = profile(staged)
+    config = staged.config
+    keys = dict(found.keys)
+    for column, key in (("exact_duplicates", "exact_duplicate"), ("conflicting", "conflicting_key")):
+        if config.policy(key) == "quarantine":
+            keys[column] = 0
+    frames = {"columns": found.judged, "series": found.series, "keys": [{**keys, "feature": "keys"}]}
+    results, docs = _run_suite(frames, Path(staged.parts[0]).parent)
     lines: list[dict[str, Any]] = []
     failures: list[str] = []
-    for rule, (passed, columns) in zip(RULES, results, strict=True):
-        measure = rule.arguments["column"]
-        source = table if rule.columns_of == "columns" else [keys]
-        count = sum(int(row[measure]) for row in source) if measure != "rows" else keys["rows"]
-        lines.append(
-            {
-                "rule": rule.name,
-                "result": "passed" if passed else "warning" if rule.only_warns else "FAILED",
-                "columns": ", ".join(columns[:20]),
-                "rows": count,
-            }
-        )
-        if not passed and not rule.only_warns:
-            failures += _explain(rule, columns, {row["feature"]: row for row in table}, keys, staged)
-    lines.append({"rule": "quarantined", "result": "info", "columns": "", "rows": staged.quarantined_rows})
+    for rule, (passed, names) in zip(RULES, results, strict=True):
+        policy = config.policy(rule.key) if rule.key else "refuse"
+        rows = {"columns": found.columns, "series": found.series, "keys": [found.keys]}[rule.table]
+        count = found.keys["rows"] if rule.least is not None else sum(int(row[rule.column]) for row in rows)
+        if rule.key == "static_change" and policy == "quarantine":
+            count = staged.static_changes
+        result = "passed"
+        if not passed:
+            result = "warning" if policy == "warn" else "FAILED"
+            if policy != "warn":
+                failures += _explain(rule, names, found, staged)
+        elif count and rule.least is None:
+            result, names = "set aside", [row["feature"] for row in rows if row.get("feature") and row[rule.column]]
+        elif rule.key == "stale" and config.stale_after_days is None:
+            result = "not asked"
+        lines.append({"rule": rule.name, "policy": policy, "result": result, "columns": ", ".join(names[:20]), "rows": count})
+    lines.append({
+        "rule": "quarantined", "policy": config.on_bad_rows, "result": "info", "columns": "", "rows": staged.quarantined_rows,
+    })  # fmt: skip
     if failures:
         shown = "\n  ".join(failures[:30])
         more = f"\n  and {len(failures) - 30} more" if len(failures) > 30 else ""
@@ -188,29 +219,38 @@ def validate_features(staged: StagedFiles) -> DataReport:
             f"mend the source, or set bad rows aside with --config.on-bad-rows quarantine",
             lines,
         )
-    return DataReport(lines, docs)
+    return DataReport(lines, docs, found)
 
 
-def _explain(
-    rule: Rule, columns: list[str], rows: dict[str, dict[str, Any]], keys: dict[str, Any], staged: StagedFiles
-) -> list[str]:
-    measure = rule.arguments["column"]
-    if rule.columns_of == "keys":
-        named = ", ".join(staged.duplicate_keys[:5])
-        files = ", ".join(Path(p).name for p in list(staged.sources)[:5])
-        return [f"{rule.name}: {keys[measure]} rows, {len(staged.duplicate_keys)} keys ({named}) in {files}"]
+def _explain(rule: Rule, names: list[str], found: Profile, staged: StagedFiles) -> list[str]:
+    if rule.table == "keys":
+        keys, few = staged.duplicate_keys, [Path(p).name for p in (staged.duplicate_files or list(staged.sources))[:5]]
+        named = f"{staged.duplicate_key_count} keys ({', '.join(keys[:5])})" if keys else "of the rows in order"
+        return [f"{rule.name}: {found.keys[rule.column]} rows, {named} in {', '.join(few)}"]
+    if rule.table == "series":
+        by_name = {row["feature"]: row for row in found.series}
+        return [f"{rule.name}: series {_series_fault(rule, by_name[name], staged)}" for name in names]
     out = []
-    for column in columns:
-        kind = {"nulls": "null"}.get(measure, measure)
-        files_of = staged.bad_values.get(column, {}).get(kind, {})
+    by_name = {row["feature"]: row for row in found.columns}
+    for column in names:
+        files_of = staged.bad_values.get(column, {}).get(KINDS.get(rule.column, ""), {})
         where = "; ".join(f"{path}: {count}" for path, count in files_of.items())
-        unit = "series" if measure == "changing" else "rows"
+        unit = "series" if rule.column == "changing" else "rows"
         where = where or ", ".join(list(staged.sources)[:3])
-        out.append(f"{rule.name}: column '{column}' has {rows[column][measure]} {unit} ({where})")
+        out.append(f"{rule.name}: column '{column}' has {by_name[column][rule.column]} {unit} ({where})")
     return out
 
 
-def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any], folder: Path) -> tuple[list[tuple[bool, list[str]]], str]:
+def _series_fault(rule: Rule, row: dict[str, Any], staged: StagedFiles) -> str:
+    said = {
+        "missing": f"{row['missing']} bars missing, widest gap {row['widest']}",
+        "other_interval": f"a bar every {row['interval_s']:g} s, the contract says {staged.contract.bar_interval}",
+        "stale": f"last bar older than {staged.config.stale_after_days:g} days" if staged.config.stale_after_days else "",
+    }
+    return f"'{row['feature']}': {said[rule.column]}; in {', '.join(list(staged.sources)[:3])}"
+
+
+def _run_suite(tables: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[list[tuple[bool, list[str]]], str]:
     """Run RULES by Great Expectations: per rule whether it passed and which columns failed; the Data Docs, in `folder`,
     go when the staged rows go."""
     import os
@@ -222,27 +262,30 @@ def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any], folder: Path) 
     gxe: Any = import_module("great_expectations.expectations")
 
     root = Path(tempfile.mkdtemp(prefix="data-docs-", dir=folder))
-    context = gx.get_context(mode="file", project_root_dir=root)
+    context = gx.get_context(mode="ephemeral")
+    keep = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(root)}
+    index = {"class_name": "DefaultSiteIndexBuilder"}
+    context.delete_data_docs_site("local_site")
+    context.add_data_docs_site("local_site", {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": keep})
     bars: Any = {"globally": False}
     context.variables.progress_bars = bars
     source = context.data_sources.add_pandas("profile")
-    frames = {"columns": pd.DataFrame(table), "keys": pd.DataFrame([{**keys, "feature": "keys"}])}
-    results: list[tuple[bool, list[str]]] = [(False, [])] * len(RULES)
+    # Where every key is null there is no series, and nothing to say of it
+    frames = {name: pd.DataFrame(rows) for name, rows in tables.items() if rows}
+    results: list[tuple[bool, list[str]]] = [(rule.table not in frames, []) for rule in RULES]
     definitions = []
     for name in frames:
-        suite = context.suites.add(gx.ExpectationSuite(name=name))
-        for column in frames[name].columns:  # a NaN in the profile would pass every range check
-            suite.add_expectation(gxe.ExpectColumnValuesToNotBeNull(column=column))
-        for rule in RULES:
-            if rule.columns_of == name:
-                suite.add_expectation(getattr(gxe, rule.expectation)(**rule.arguments, meta={"rule": rule.name}))
+        # A NaN in the profile would pass every range check
+        checks = [gxe.ExpectColumnValuesToNotBeNull(column=column) for column in frames[name].columns]
+        checks += [gxe.ExpectColumnValuesToBeBetween(**r.arguments, meta={"rule": r.name}) for r in RULES if r.table == name]
+        suite = context.suites.add(gx.ExpectationSuite(name=name, expectations=checks))
         batch = source.add_dataframe_asset(name).add_batch_definition_whole_dataframe("all")
         definition = gx.ValidationDefinition(data=batch, suite=suite, name=name)
         definitions.append((name, context.validation_definitions.add(definition)))
     form = {"result_format": "COMPLETE", "unexpected_index_column_names": ["feature"]}
     for name, definition in definitions:
         outcome = definition.run(batch_parameters={"dataframe": frames[name]}, result_format=form)
-        expected = len(frames[name].columns) + sum(rule.columns_of == name for rule in RULES)
+        expected = len(frames[name].columns) + sum(rule.table == name for rule in RULES)
         if len(outcome.results) != expected:
             raise ValidationEngineError(f"{len(outcome.results)} of {expected} expectations were evaluated")
         results_of: Any = outcome.results
@@ -260,5 +303,4 @@ def _run_suite(table: list[dict[str, Any]], keys: dict[str, Any], folder: Path) 
             failing = [item["feature"] for item in result.result.get("unexpected_index_list") or ()]
             results[at] = (bool(result.success), failing)
     context.build_data_docs()
-    site = root / "gx" / "uncommitted" / "data_docs" / "local_site"
-    return results, str(site if site.exists() else root)
+    return results, str(root)

@@ -141,7 +141,7 @@ def _of_datasets(store: ObjectStore, grace: float) -> Iterator[tuple[StoredObjec
         folders.setdefault(entry.key.rpartition("/")[0], []).append(entry)
     for place, entries in folders.items():
         whole = any(entry.key == f"{place}/dataset.json" for entry in entries)
-        named = {"dataset.json", *read_dataset(f"{store.uri}/{place}/dataset.json").files} if whole else set()
+        named = {"dataset.json", "profile.json", *read_dataset(f"{store.uri}/{place}/dataset.json").files} if whole else set()
         if min(entry.age for entry in entries) >= grace:
             for entry in entries:
                 if entry.key.rpartition("/")[2] not in named:

@@ -19,9 +19,10 @@ from models.manifest import ModelManifest
 from models.tft.config import TFTConfig
 from models.windows import SeriesArrays
 from tasks.artifacts import load_published, read_manifest
+from tasks.drift import tell_drift
 from tasks.expectations import validate_features
-from tasks.parquet import stage_parquet
 from tasks.series import series_from_staged
+from tasks.staging import stage_parquet
 from tasks.storage import ObjectStore
 
 TIME = pa.timestamp("us", tz="UTC")
@@ -41,6 +42,7 @@ def predict_rows(store: ObjectStore, name: str, version: int | None, source: str
         snapshot = load_published(store, manifest, Path(folder))
         staged = stage_parquet(source, manifest.dataset.contract, IngestConfig(), Path(folder) / "staged", future_rows=ahead)
         validate_features(staged)
+        tell_drift(staged, manifest, store)
         series = series_from_staged(staged)
         table = _actions(snapshot, series) if isinstance(config, DQNConfig) else _forecasts(snapshot, series, config)
     table = table.append_column("model", pa.array([manifest.model] * len(table), pa.string()))

@@ -220,9 +220,10 @@ class S3Store:
 
     def _answered(self, key: str, read: Callable[[dict[str, Any]], Any], **part: str) -> Any:
         """What `read` makes of the answer to a GET, tried three times: the SDK does not retry a cut body."""
+        wanted = {"Bucket": self.bucket, **(part if "Key" in part else {"Key": self._key(key), **part})}
         for attempt in (1, 2, 3):
             try:
-                return read(self.client.get_object(Bucket=self.bucket, Key=self._key(key), **part))
+                return read(self.client.get_object(**wanted))
             except StoreError:
                 raise
             except Exception as error:
@@ -264,6 +265,19 @@ class S3Store:
 
             _in_parallel(bring, range(0, max(1, expected.size), PART), f"down {path.name}")
             same(digest(temporary), key, expected)
+
+    def fetch(self, key: str, path: Path) -> None:
+        """Bring an object whose content nobody promised, whatever its key: one answer holds one version of it, whole."""
+
+        def read(answer: dict[str, Any]) -> None:
+            with path.open("wb") as file:
+                for block in answer["Body"].iter_chunks(1 << 20):
+                    try:
+                        file.write(block)
+                    except OSError as error:
+                        raise StoreError(f"{path.parent}: {error.strerror}; free space there, or name another folder") from error
+
+        self._answered(key, read, Key=f"{self.prefix}/{key}".removeprefix("/"))
 
     def check(self, key: str, expected: StoredFile) -> None:
         self._sized(key, expected)

@@ -17,7 +17,8 @@ import numpy as np
 from models.features import FeatureContract, canonical_json
 from models.manifest import Dataset
 from models.windows import SeriesArrays
-from tasks.parquet import StagedFiles, row_batches
+from tasks.datasets import row_batches
+from tasks.staging import StagedFiles
 from tasks.storage import ArtifactIntegrityError, digest, split_uri
 
 ARRAYS = ("timestamps", "price", "targets", "static", "historical", "future", "offsets", "history_rows")

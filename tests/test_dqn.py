@@ -16,6 +16,7 @@ from models.dqn.market import FLAT, FeatureScaler, MarketEnv, feature_table, log
 from models.dqn.network import Passes, PositionQNetwork
 from models.dqn.replay import IndexReplay
 from models.windows import SeriesArrays
+from tasks.leaks import blocks_of, find_leaks
 
 OFF = EarlyStopping(patience=0)
 
@@ -306,7 +307,10 @@ def test_leaked_next_return_is_found_and_useless_when_filled_a_bar_later():
     returns = random.normal(0, 0.01, 5000)
     features = random.normal(size=(5000, 60))
     features[:, 7] = returns
-    result = trained(market(features, returns), epochs=4)
+    series = market(features, returns)
+    names = [*series.contract.groups()["historical"], *series.contract.groups()["future"]]
+    assert [leak.feature for leak in find_leaks(blocks_of(series), names)] == [names[7]], "the data gate says so first"
+    result = trained(series, epochs=4)
     assert fraction(result) >= 0.80
     assert result.metrics["test_fill_next"]["net_return"] <= 0
     assert result.metrics["beats_flat"] is False

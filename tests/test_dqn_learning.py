@@ -12,9 +12,9 @@ from models.config import IngestConfig
 from models.dqn.config import DQNConfig
 from models.features import FeatureContract
 from tasks.demo_features import write_demo_features
-from tasks.parquet import stage_parquet
 from tasks.promotion import decide
 from tasks.series import series_from_staged
+from tasks.staging import stage_parquet
 from tasks.storage import LocalStore
 
 

@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from prefect.client.orchestration import get_client
@@ -18,6 +19,7 @@ from prefect.client.schemas.filters import ArtifactFilter
 from prefect.testing.utilities import prefect_test_harness
 from synthetic import DAY, START, market_tables, write_market
 from test_data import cut_short, drop_column, nan, wrong_type, zero_rows
+from test_leaks import leaking_source
 
 from flows.__main__ import main
 from flows.ingest import ingest
@@ -279,6 +281,51 @@ def test_every_kind_of_bad_file_exits_3_with_file_column_and_count(fault, tmp_pa
     for part in expected:
         assert part in error
     assert not (tmp_path / "store").exists()
+
+
+def test_a_leak_is_told_in_the_validation_table_and_refused_when_asked(tmp_path, capfd, caplog):
+    leaking_source(tmp_path / "source")
+    (tmp_path / "contract.toml").write_text(SMALL)
+    command = ["ingest", str(tmp_path / "source"), "--contract", str(tmp_path / "contract.toml"), "--json"]
+    for policy, code, result in (("warn", 0, "warning"), ("refuse", 3, "FAILED")):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--store", (tmp_path / policy).as_uri(), "--config.rules.leak", policy])
+        assert ended.value.code == code
+        assert "hist_004: correlation +0.99 with the next bar" in capfd.readouterr().err + caplog.text
+        with get_client(sync_client=True) as client:
+            tables = [json.loads(a.data) for a in client.read_artifacts(limit=200) if a.key == "validation"]
+        (line,) = [line for table in tables for line in table if line["result"] == result and "bars to come" in line["rule"]]
+        assert line["columns"].startswith("hist_004")
+    assert not (tmp_path / "refuse").exists()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_source_unlike_the_champions_is_told_plotted_and_sent_as_an_event(moved, published, source, tmp_path, monkeypatch):
+    store, report = published
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for path in source.glob("*.parquet"):
+        table = pq.read_table(path)
+        at = table.schema.names.index("h_007")
+        pq.write_table(
+            table.set_column(at, "h_007", pc.multiply(table["h_007"], pa.scalar(100.0 if moved else 1.0))), copy / path.name
+        )
+    events = []
+    monkeypatch.setattr("flows.ingest.emit_event", lambda name, resource, payload: events.append((name, resource, payload)))
+    found = ingest(str(copy), store, str(source / "_contract.toml"))
+    assert [name for name, *_ in events] == ["dataset.landed", *(["dataset.drifted"] if moved else [])]
+    with get_client(sync_client=True) as client:
+        texts = [a.data for a in client.read_artifacts(limit=200) if a.key == "drift"]
+    (text,) = [t for t in texts if str(copy) in t]
+    if moved:
+        _, resource, payload = events[1]
+        assert resource == {"prefect.resource.id": f"dataset.{found.fingerprint[:16]}", "forecastle.retrain": "true"}
+        assert (payload["dataset"], payload["store"], payload["features"]) == (found.dataset, store, ["h_007"])
+        assert "tft 1: 1 of 43 features drifted" in text
+        assert text.count("data:image/svg+xml") == 2
+    else:
+        assert "no drift" in text
+        assert found.fingerprint == report.ingest.fingerprint
 
 
 def train_command(dataset, store, epochs):

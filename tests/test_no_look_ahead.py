@@ -8,8 +8,8 @@ from synthetic import market_tables, small_contract
 from test_tft import forecast_of, off_by_one
 
 from models.config import IngestConfig
-from tasks.parquet import stage_parquet
 from tasks.series import series_from_staged
+from tasks.staging import stage_parquet
 
 ORIGIN = 80
 CONTRACT = small_contract()

@@ -14,10 +14,11 @@ from models.checkpoint import read_checkpoint_bytes, save_checkpoint
 from models.comparison import Comparison, Incomparable, compare_forecasts, compare_policies, rows_from, untouched_from
 from models.config import IngestConfig, Split
 from tasks.artifacts import champion_version, run_key
+from tasks.datasets import write_dataset
 from tasks.expectations import validate_features
-from tasks.parquet import stage_parquet, write_dataset
 from tasks.promotion import challenge, decide, judge
 from tasks.registry import history, promote
+from tasks.staging import stage_parquet
 from tasks.storage import LocalStore
 
 COMPARE = {"tft": compare_forecasts, "dqn": compare_policies}

@@ -13,12 +13,13 @@ from flows.__main__ import main
 from models.checkpoint import Snapshot, checkpoint_bytes, save_checkpoint
 from models.config import IngestConfig
 from tasks.artifacts import champion_version, encode, run_key, verify
+from tasks.datasets import write_dataset
 from tasks.expectations import validate_features
 from tasks.garbage import collect
-from tasks.parquet import stage_parquet, write_dataset
 from tasks.promotion import challenge
 from tasks.registry import fetch, history, lineage, list_models, promote, rollback, show, standing, swap_champion
 from tasks.runs import claim_run, newest_resume, save_resume
+from tasks.staging import stage_parquet
 from tasks.storage import ArtifactIntegrityError, LocalStore, ObjectMissing, StoreError, digest
 
 
