@@ -8,6 +8,7 @@ import torch
 from synthetic import series_arrays
 
 import models.dqn.learner as learner
+import models.dqn.market as market_module
 import models.dqn.training as training
 from models.config import EarlyStopping
 from models.dqn.config import DQNConfig
@@ -290,7 +291,7 @@ def test_sine_market_is_learnt_and_neither_without_position_nor_with_unscaled_re
         patch.setattr(learner, "Passes", BlindPasses)
         assert fraction(trained(series, **options)) < sound
     with monkeypatch.context() as patch:
-        patch.setattr(training, "reward_scale_of", lambda returns, rows: 1.0)
+        patch.setattr(market_module, "reward_scale_of", lambda returns, rows: 1.0)
         assert fraction(trained(series, **options)) < 0.5
 
 

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.windows import SeriesArrays
+from models.dqn.config import DQNConfig
+from models.windows import Block, SeriesArrays, block_rows
 
 POSITIONS = (-1, 0, 1)
 ACTIONS = ("sell", "hold", "buy")
@@ -80,6 +81,36 @@ def table_digest(series: SeriesArrays) -> str:
 def segments_of(rows: NDArray[np.int64]) -> Tensor:
     """Blocks [S, 2] that have a bar to trade (two rows or more), as a tensor."""
     return torch.from_numpy(rows[rows[:, 1] - rows[:, 0] >= 2])
+
+
+def reward_scale_of(returns: Tensor, train_rows: NDArray[np.int64]) -> float:
+    """Standard deviation of the log returns inside the train block; 1 when they are constant."""
+    inside = torch.cat([returns[a : b - 1] for a, b in train_rows if b - a >= 2])
+    scale = float(inside.std(correction=0))
+    return scale if scale > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Market:
+    """A dataset as agents meet it: what is measured (scaler, scale) is measured on the train block alone."""
+
+    table: Tensor  # [N, F] float32, standardised
+    returns: Tensor  # [N] float64, log return from row t to t + 1
+    scaler: FeatureScaler
+    scale: float  # of the rewards
+    blocks: dict[Block, NDArray[np.int64]]  # first and end row by series, [S, 2]
+
+
+def market_of(config: DQNConfig, series: SeriesArrays) -> Market:
+    """Raises ValueError when no series has two train rows, or a price is not above zero."""
+    blocks = block_rows(series, config.split, series.contract.lookback_bars + 1)
+    segments = segments_of(blocks["train"])
+    if not len(segments):
+        lengths = dict(zip(series.names, series.history_rows.tolist(), strict=True))
+        raise ValueError(f"no series has two rows in the train block; rows by series: {lengths}")
+    raw, returns = feature_table(series), log_returns(series)
+    scaler = FeatureScaler.fit(raw[torch.cat([torch.arange(int(a), int(b)) for a, b in segments])])
+    return Market(scaler.apply(raw), returns, scaler, reward_scale_of(returns, blocks["train"]), blocks)
 
 
 def targets_of_actions(positions: Literal["long_only", "long_short"]) -> Tensor:

@@ -22,7 +22,7 @@ from models.dqn.market import (
     ACTIONS,
     FeatureScaler,
     feature_table,
-    log_returns,
+    market_of,
     segments_of,
     table_digest,
     targets_of_actions,
@@ -30,16 +30,9 @@ from models.dqn.market import (
 from models.dqn.network import PositionQNetwork
 from models.features import FeatureContract
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
-from models.windows import SeriesArrays, block_rows
+from models.windows import SeriesArrays
 
 logger = logging.getLogger(__name__)
-
-
-def reward_scale_of(returns: Tensor, train_rows: NDArray[np.int64]) -> float:
-    """Standard deviation of the log returns inside the train block; 1 when they are constant."""
-    inside = torch.cat([returns[a : b - 1] for a, b in train_rows if b - a >= 2])
-    scale = float(inside.std(correction=0))
-    return scale if scale > 0 else 1.0
 
 
 @dataclass
@@ -72,20 +65,11 @@ def train(
     """
     torch.manual_seed(config.seed)
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    blocks = block_rows(series, config.split, series.contract.lookback_bars + 1)
-    segments = segments_of(blocks["train"])
-    if not len(segments):
-        lengths = dict(zip(series.names, series.history_rows.tolist(), strict=True))
-        raise ValueError(f"no series has two rows in the train block; rows by series: {lengths}")
-    raw, returns = feature_table(series), log_returns(series)
-    inside = torch.cat([torch.arange(int(a), int(b)) for a, b in segments])
-    scaler = FeatureScaler.fit(raw[inside])
-    table = scaler.apply(raw).to(device)
-    scale = reward_scale_of(returns, blocks["train"])
+    market = market_of(config, series)
     digest = table_digest(series)
-    learner = Learner(config, table, returns, segments, scale, device)
+    learner = Learner(config, market.table.to(device), market.returns, segments_of(market.blocks["train"]), market.scale, device)
     targets = targets_of_actions(config.positions).numpy()
-    validation, test = (_block(rows, returns, series.timestamps) for rows in (blocks["val"], blocks["test"]))
+    validation, test = (_block(market.blocks[name], market.returns, series.timestamps) for name in ("val", "test"))
     per_year = _bars_per_year(series)
 
     best, history = BestEpoch(), []
@@ -109,9 +93,9 @@ def train(
         metadata: dict[str, Any] = {
             "family": "dqn", "config": config.model_dump(mode="json"), "contract": series.contract.model_dump(mode="json"),
             "contract_fingerprint": series.contract.fingerprint, "series": list(series.names), "epoch": epoch,
-            "best_epoch": best.epoch, "weights": which, "stop_reason": stop_reason, "reward_scale": scale,
+            "best_epoch": best.epoch, "weights": which, "stop_reason": stop_reason, "reward_scale": market.scale,
         }  # fmt: skip
-        scaling = {"scaler.mean": scaler.mean, "scaler.scale": scaler.scale}
+        scaling = {"scaler.mean": market.scaler.mean, "scaler.scale": market.scaler.scale}
         return Snapshot({**{f"network.{k}": v for k, v in tensors.items()}, **scaling}, metadata)
 
     def resume_state() -> Snapshot:
