@@ -7,6 +7,7 @@ import hashlib
 import io
 import ipaddress
 import json
+import logging
 import os
 import sys
 import urllib.parse
@@ -24,8 +25,8 @@ from models.manifest import StoredFile
 from tasks.storage import SWAP_LIMIT, ObjectInfo, ObjectMissing, StoreConflict, StoredObject, StoreError, check_key, digest, same
 
 PART = 16 * 2**20
-"""Bytes of a part of an upload or a download: with four at once, 64 MiB of memory whatever the file's size."""
-AT_ONCE = 4
+"""Bytes of a part of an upload or a download: with two at once, 32 MiB of memory whatever the file's size."""
+AT_ONCE = 2
 REFUSED_SWAP = {"412", "409", "404", "NoSuchKey", "PreconditionFailed", "ConditionalRequestConflict"}
 PROBED = "probe/conditional-writes"
 _conditional: dict[tuple[str, str], bool] = {}
@@ -408,6 +409,9 @@ def s3_client() -> Any:
     import boto3
     from botocore.config import Config
 
+    # At DEBUG it prints session tokens, signatures and the keys that a role is given
+    botocore = logging.getLogger("botocore")
+    botocore.setLevel(max(logging.INFO, botocore.getEffectiveLevel()))
     session = boto3.session.Session(**_credentials())
 
     def client(style: str) -> Any:

@@ -1,5 +1,6 @@
 """One protocol, two stores: a folder and a real S3 server."""
 
+import io
 import os
 import stat
 import sys
@@ -8,6 +9,7 @@ import threading
 import pytest
 from botocore.exceptions import ClientError
 
+import tasks.s3
 from tasks.s3 import S3Store, s3_client
 from tasks.storage import (
     ArtifactIntegrityError,
@@ -62,6 +64,49 @@ def test_size_limit_is_kept(store):
     store.put_if_absent("x", b"x" * 100)
     with pytest.raises(StoreError, match="more than the allowed 10"):
         store.get("x", limit=10)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_large_file_goes_in_parts_few_at_once_under_a_bar_and_leaves_no_upload_when_it_fails(s3_server, monkeypatch, folder):
+    monkeypatch.setattr(os, "environ", {**os.environ, **s3_server})
+    monkeypatch.setattr(tasks.s3, "PART", 5 * 2**20)  # the least that S3 allows
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    store, lock, going, most = open_store(f"s3://models/parts-{os.urandom(4).hex()}"), threading.Lock(), [0], []
+    file = folder / "large"
+    file.write_bytes(os.urandom(3 * 5 * 2**20 + 7))
+    send = store.client.upload_part
+
+    def watched(**arguments):
+        with lock:
+            going[0] += 1
+            most.append(going[0])
+        try:
+            return send(**arguments)
+        finally:
+            with lock:
+                going[0] -= 1
+
+    monkeypatch.setattr(store.client, "upload_part", watched)
+    assert store.put_if_absent("large", file)
+    assert (len(most), max(most)) == (4, tasks.s3.AT_ONCE)
+    store.download("large", folder / "copy", digest(file))
+    assert (folder / "copy").read_bytes() == file.read_bytes()
+    assert "up large" in screen.getvalue()
+    assert "down copy" in screen.getvalue()
+    assert not store.put_if_absent("large", file)
+
+    def fails(**arguments):
+        raise OSError("cable pulled")
+
+    monkeypatch.setattr(store.client, "upload_part", fails)
+    with pytest.raises(StoreError, match="AWS_ENDPOINT_URL_S3"):
+        store.put_if_absent("other", file)
+    assert store.head("other") is None
+    assert list(store.unfinished(0, abort=False)) == []
 
 
 @pytest.mark.parametrize("rounds", [5, pytest.param(50, marks=pytest.mark.slow)])
