@@ -64,5 +64,13 @@ def store(request, tmp_path):
 
 
 @pytest.fixture
+def at_once(monkeypatch):
+    """boto3 tries again without waiting."""
+    import botocore.retries.standard
+
+    monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
+
+
+@pytest.fixture
 def folder(tmp_path) -> Path:
     return tmp_path

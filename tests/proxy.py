@@ -1,5 +1,5 @@
 """A small HTTP proxy between boto3 and the real S3 server that behaves like networks and stores one meets: answers get lost,
-checksum headers are refused, TLS comes with a CA of one's own."""
+headers are refused, TLS comes with a CA of one's own."""
 
 import http.client
 import ssl
@@ -7,14 +7,18 @@ import threading
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+CHECKSUMS = ("x-amz-checksum-", "x-amz-sdk-checksum", "x-amz-trailer"), 400, "InvalidArgument"
+CONDITIONS = ("if-none-match", "if-match"), 501, "NotImplemented"
+"""Headers of a write that a store may not know, and how it says so."""
+
 
 class Proxy:
     """Listens on `endpoint` and forwards to another. `lose` tells, by method, key and number of the write, whether its answer
     is cut off after the server has done the work; `seen` counts writes."""
 
-    def __init__(self, target, *, lose=lambda method, path, number: False, refuse_checksums=False, tls=None):
+    def __init__(self, target, *, lose=lambda method, path, number: False, refuses=((), 0, ""), tls=None):
         self.target = urllib.parse.urlsplit(target).netloc
-        self.lose, self.refuse_checksums = lose, refuse_checksums
+        self.lose, self.refuses = lose, refuses
         self.seen, self.lock = 0, threading.Lock()
         proxy = self
 
@@ -54,9 +58,9 @@ class Proxy:
     def forward(self, handler):
         body = _body(handler)
         headers = {k: v for k, v in handler.headers.items() if k.lower() not in {"expect", "connection"}}
-        checksums = [k for k in headers if k.lower().startswith(("x-amz-checksum-", "x-amz-sdk-checksum", "x-amz-trailer"))]
-        if self.refuse_checksums and [k for k in checksums if k.lower() != "x-amz-checksum-mode"]:
-            return _answer(handler, 400, b"<Error><Code>InvalidArgument</Code><Message>Unsupported header</Message></Error>")
+        names, status, code = self.refuses
+        if [k for k in headers if k.lower().startswith(names) and k.lower() != "x-amz-checksum-mode"]:
+            return _answer(handler, status, f"<Error><Code>{code}</Code><Message>Unsupported header</Message></Error>".encode())
         with self.lock:
             self.seen += handler.command in ("PUT", "POST")
             number = self.seen

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import boto3
 import pytest
-from proxy import Proxy
+from proxy import CHECKSUMS, CONDITIONS, Proxy
 from test_artifacts import publish, trained
 
 import tasks.s3
@@ -84,8 +84,19 @@ def test_a_store_that_keeps_only_one_kind_of_condition_is_refused(fresh, conditi
         ignoring(fresh, condition).put_if_absent("x", b"1")
 
 
+def test_a_store_that_refuses_conditions_is_told_and_serves_one_writer(s3_server, fresh, monkeypatch, folder):
+    with Proxy(s3_server["AWS_ENDPOINT_URL_S3"], refuses=CONDITIONS) as proxy:
+        with pytest.raises(StoreError, match="FORECASTLE_SINGLE_WRITER=1"):
+            publish(through(proxy, fresh, monkeypatch), trained(folder / "run"))
+        assert list(open_store(fresh).list("")) == []
+        monkeypatch.setenv("FORECASTLE_SINGLE_WRITER", "1")
+        store = through(proxy, fresh, monkeypatch)
+        assert challenge(store, publish(store, trained(folder / "run")), "always").promoted
+        verify(store, "dqn", 1)
+
+
 def test_a_store_that_refuses_checksum_headers_is_told_and_the_switch_helps(s3_server, fresh, monkeypatch, folder):
-    with Proxy(s3_server["AWS_ENDPOINT_URL_S3"], refuse_checksums=True) as proxy:
+    with Proxy(s3_server["AWS_ENDPOINT_URL_S3"], refuses=CHECKSUMS) as proxy:
         with pytest.raises(StoreError, match="AWS_REQUEST_CHECKSUM_CALCULATION=when_required"):
             publish(through(proxy, fresh, monkeypatch), trained(folder / "run"))
         assert list(open_store(fresh).list("")) == []

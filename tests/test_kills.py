@@ -79,62 +79,71 @@ def publish_and_promote(store, run):
     return manifest
 
 
-def read_until(folder, store):
+def read_until(folder, store, model="dqn"):
     """Load the champion, every byte, again and again, until told to stop; raises at the first that is not whole."""
     read = 0
     while not (folder / "stop").exists():
         time.sleep(0.02)
-        verify(store, "dqn", read_manifest(store, "dqn", "champion").version)
+        verify(store, model, read_manifest(store, model, "champion").version)
         read += 1
     (folder / "read").write_text(str(read))
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_a_publisher_killed_at_any_step_leaves_readers_a_whole_version_and_a_second_try_finishes_it(store, apart, folder, rounds):
-    promote(store, "dqn", publish(store, trained(folder / "first")).version, why="first")
-    reader = in_process(lambda: read_until(folder, apart))
     both_sides = rounds > 1 or isinstance(store, LocalStore)
-    kills, seed = [], 0
-    for _ in range(rounds):
-        step, after, whole = 0, True, False
-        while not whole:
-            step, after = (step + after, not after) if both_sides else (step + 1, not after)
-            seed += 1
-            run, log = trained(folder / str(seed), seed=seed), folder / f"log-{seed}"
-            child = in_process(lambda: publish_and_promote(Killed(apart, log, step, after), run))  # noqa: B023
-            code = ended(child)
-            whole = code == 0
-            assert whole or code == -signal.SIGKILL
-            verify(store, "dqn", read_manifest(store, "dqn", "champion").version)
-            if not whole:
-                reached = log.read_text().splitlines()
-                assert len(reached) == step
-                kills.append((step, after, reached[-1].partition(" ")[2].split("/")[-1]))
-            manifest = publish_and_promote(store, run)
-            assert champion_version(store, "dqn") == manifest.version
-            verify(store, "dqn", manifest.version)
+    kills = [kill for n in range(rounds) for kill in killed_at_every_step(store, apart, folder / str(n), f"dqn-{n}", both_sides)]
     assert {step for step, _, _ in kills} == set(range(1, 14)), "every step was hit"
     counted = Counter((step, after) for step, after, _ in kills)
     assert set(counted.values()) == {rounds}
     assert len(counted) == (26 if both_sides else 13)
     print("\n".join(f"killed {'after' if after else 'before'} step {step} ({what})" for step, after, what in kills))
-    assert len(versions(store, "dqn")) == seed + 1, "one version for every run, killed or not"
+    collect(store, grace=0, apply=True)
+    named = set().union(*(reachable(store, f"dqn-{n}") for n in range(rounds)))
+    assert {*store.list("models/"), *store.list("runs/")} - named == set()
+
+
+def killed_at_every_step(store, apart, folder, model, both_sides):
+    """One publisher after the other, each killed one step later than the last, until one comes through; where they died."""
+    promote(store, model, publish(store, trained(folder / "first", model=model)).version, why="first")
+    reader = in_process(lambda: read_until(folder, apart, model))
+    kills, seed, step, after, whole = [], 0, 0, True, False
+    while not whole:
+        step, after = (step + after, not after) if both_sides else (step + 1, not after)
+        seed += 1
+        run, log = trained(folder / str(seed), seed=seed, model=model), folder / f"log-{seed}"
+        code = ended(in_process(lambda: publish_and_promote(Killed(apart, log, step, after), run)))  # noqa: B023
+        whole = code == 0
+        assert whole or code == -signal.SIGKILL
+        verify(store, model, read_manifest(store, model, "champion").version)
+        if not whole:
+            reached = log.read_text().splitlines()
+            assert len(reached) == step
+            kills.append((step, after, reached[-1].partition(" ")[2].split("/")[-1]))
+        manifest = publish_and_promote(store, run)
+        assert champion_version(store, model) == manifest.version
+        verify(store, model, manifest.version)
+    assert len(versions(store, model)) == seed + 1, "one version for every run, killed or not"
     (folder / "stop").touch()
     assert ended(reader) == 0, "the reader found something that was not whole"
     assert int((folder / "read").read_text()) > 0
-    collect(store, grace=0, apply=True)
-    assert unnamed(store, "dqn") == set()
+    return kills
 
 
-def unnamed(store, model):
-    """Keys under models/ and runs/ that no manifest, alias or history names."""
+def reachable(store, model):
+    """Keys under models/ and runs/ that a manifest, the alias or the history names."""
     named = {f"models/{model}/{name}" for name in ("champion.json", "sequence.json")}
     named |= {f"models/{model}/history/{change.sequence}.json" for change in history(store, model)}
     for number in versions(store, model):
         manifest = verify(store, model, number)
         named |= {f"models/{model}/{number}/{name}" for name in (*manifest.files, "manifest.json")}
         named |= {f"runs/{manifest.run_key}/{name}" for name in ("claim.json", "manifest.json")}
-    return {*store.list("models/"), *store.list("runs/")} - named
+    return named
+
+
+def unnamed(store, model):
+    """Keys under models/ and runs/ that nothing of the store's one model names."""
+    return {*store.list("models/"), *store.list("runs/")} - reachable(store, model)
 
 
 def test_the_reader_of_the_kill_test_sees_an_alias_that_is_swapped_too_early(folder):
@@ -194,14 +203,6 @@ def test_eight_processes_publish_and_promote_at_once(store, apart, folder, round
         assert champion_version(store, model) == 8
         for version in range(1, 9):
             verify(store, model, version)
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """boto3 tries again without waiting."""
-    import botocore.retries.standard
-
-    monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.0)
 
 
 @pytest.mark.parametrize("runs", [1, pytest.param(20, marks=pytest.mark.slow)])
