@@ -133,8 +133,10 @@ def read_checkpoint_bytes(data: bytes, sha256: str | None) -> Snapshot:
         raise CheckpointError(f"sha256 is {found}, expected {sha256} ({len(data)} bytes)")
     header = read_header(data)
     try:
-        metadata = json.loads(header.get("__metadata__", {})[METADATA_KEY])
         tensors = load_safetensors(data)
+        metadata = json.loads(header.get("__metadata__", {})[METADATA_KEY])
+    except KeyError as error:
+        raise CheckpointError(f"not a checkpoint of this project: no {METADATA_KEY!r} in its metadata") from error
     except Exception as error:  # the Rust loader raises its own classes
         raise CheckpointError(f"not a checkpoint of this project: {error}") from error
     return Snapshot(tensors, metadata)

@@ -100,6 +100,26 @@ def test_killed_again_and_again_it_still_comes_to_the_same_end(family, whole, fo
     assert json.loads(out.read_text())["sha256"] == whole[family]["sha256"]
 
 
+@both
+def test_damaged_newer_states_are_passed_over_by_name_kept_and_change_nothing(family, whole, folder):
+    """The state of epoch 2 whole, that of 4 cut by 7 bytes, that of 6 empty."""
+    store, out = LocalStore(folder / "store"), folder / "out.json"
+    interval = EVERY * CONFIGS[family].updates_per_epoch
+    assert ended(in_process(lambda: train(family, store, out, kill_at=interval + 2))) == -signal.SIGKILL
+    (sound,) = store.list("runs/run/resume/")
+    damaged = {store.get(sound)[:-7]: 2 * interval, b"": 3 * interval}
+    names = {f"runs/run/resume/{update:012d}-{'a' * 64}.safetensors": data for data, update in damaged.items()}
+    for name, data in names.items():
+        store.put_if_absent(name, data)
+    state, skipped = newest_resume(store, "run")
+    assert state.metadata["epoch"] == EVERY
+    assert [line.partition(": ")[0] for line in skipped] == [name.rpartition("/")[2] for name in sorted(names, reverse=True)]
+    assert all("sha256" in line for line in skipped)
+    assert "(0 bytes)" in skipped[0]
+    assert finished(family, store, out)["sha256"] == whole[family]["sha256"]
+    assert {name: store.get(name) for name in names} == names, "nothing is overwritten"
+
+
 def test_a_resumed_run_with_one_wrong_number_does_not_pass(whole, folder):
     """The planted fault: a bit of the random state."""
     store, out = LocalStore(folder / "store"), folder / "out.json"
