@@ -21,10 +21,12 @@ from synthetic import DAY, START, market_tables, write_market
 from test_data import cut_short, drop_column, nan, wrong_type, zero_rows
 from test_leaks import leaking_source
 
+import tasks.retraining
 from flows.__main__ import main
 from flows.ingest import ingest
 from flows.pipeline import pipeline
 from flows.predict import predict
+from flows.publish import publish
 from flows.retrain_dqn import retrain_dqn
 from flows.retrain_tft import retrain_tft
 from models.checkpoint import load_checkpoint
@@ -32,8 +34,9 @@ from models.config import EarlyStopping
 from models.dqn.config import DQNConfig
 from models.features import FeatureContract
 from models.tft.config import TFTConfig
-from tasks.artifacts import read_manifest, verify
-from tasks.storage import ObjectMissing, open_store
+from tasks.artifacts import read_dataset, read_manifest, run_key, verify
+from tasks.registry import versions
+from tasks.storage import LocalStore, ObjectMissing, StoreError, open_store
 from tasks.training import stop_signals
 
 TFT = TFTConfig(
@@ -169,6 +172,34 @@ def test_again_trains_a_new_version_with_the_same_weights(published):
     final = open_store(store).get(f"models/dqn/{second.version}/{old.final}")
     first = open_store(store).get(f"models/dqn/{report.dqn.version}/{old.final}")
     assert final == first, "the same data, config, seed and device give the same bytes"
+
+
+def test_a_publication_that_breaks_off_is_made_by_prefects_retry_or_by_hand_and_there_is_one_version(published, monkeypatch):
+    store, report = published
+    opened, sound, lost = open_store(store), LocalStore.put_if_absent, []
+
+    def breaks_off(self, key, data):
+        done = sound(self, key, data)
+        if (key == "models/retried/1/manifest.json" and not lost) or key.startswith("models/later/"):
+            lost.append(key)
+            raise StoreError("the answer is lost")
+        return done
+
+    monkeypatch.setattr(LocalStore, "put_if_absent", breaks_off)
+    outcome = retrain_dqn(report.ingest.dataset, store, "retried", DQN)
+    assert (outcome.version, lost) == (1, ["models/retried/1/manifest.json"])
+    assert versions(opened, "retried") == [1]
+    monkeypatch.setattr(tasks.retraining.publish, "retries", 0)
+    with pytest.raises(StoreError, match="lost"):
+        retrain_dqn(report.ingest.dataset, store, "later", DQN)
+    assert versions(opened, "later") == []
+    monkeypatch.setattr(LocalStore, "put_if_absent", sound)
+    key = run_key(read_dataset(report.ingest.dataset), DQN, "later")
+    assert (publish(key[:8], store).version, versions(opened, "later")) == (1, [1])
+    assert publish(key, store).already_trained
+    for model in ("retried", "later"):
+        assert len(runs_of(f"train-dqn[{model}]")) == 1
+        verify(opened, model, 1)
 
 
 def test_a_challenger_is_held_against_the_champion_and_the_run_shows_it(published):
