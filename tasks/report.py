@@ -16,6 +16,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from models.checkpoint import write_atomically
 from models.manifest import Dataset, ModelManifest
 from models.progress import TrainResult
+from models.tft.config import TFTConfig
 from tasks.artifacts import TrainedRun
 from tasks.promotion import Decision
 
@@ -158,8 +159,36 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(frameon=False)
 
+    def calibration(axes: Any) -> None:
+        promised = [float(name[1:]) / 100 for name in test["share_below"]]
+        axes.plot([0, 1], [0, 1], color=INK, linestyle=":", label="as promised")
+        axes.plot(promised, list(test["share_below"].values()), color=COLOURS[0], marker=".", label="found")
+        axes.set_xlabel("share of actual values promised below the quantile")
+        axes.set_ylabel("share found")
+        axes.legend(frameon=False)
+
     yield "Skill by step on the test block", svg_plot(skill)
     yield "Coverage by step on the test block", svg_plot(coverage)
+    yield "Calibration on the test block", svg_plot(calibration)
+
+
+def _other_trainings(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    kinds = {"rolling": ("earlier cuts", "test_from"), "seeds": ("other seeds", "seed")}
+    for kind, (title, name) in kinds.items():
+        rows = [row for row in metrics.get(kind, ()) if "error" not in row]
+        if not rows:
+            continue
+
+        def draw(axes: Any, rows: Any = rows, name: str = name) -> None:
+            labels = ["this run", *(str(row[name])[:10] for row in rows)]
+            for skill, colour in zip(("skill_vs_naive", "skill_vs_linear"), COLOURS, strict=False):
+                axes.plot(labels, [100 * row[skill] for row in (metrics["test"], *rows)], color=colour, marker="o", ls="",
+                          label=skill.replace("_", " "))  # fmt: skip
+            axes.axhline(0, color=INK, linestyle=":")
+            axes.set_ylabel("pinball saved, %")
+            axes.legend(frameon=False)
+
+        yield f"Skill of this run and of {title}", svg_plot(draw)
 
 
 def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -182,7 +211,8 @@ def _plots(result: TrainResult) -> list[tuple[str, str]]:
     report = result.report
     looked = [*_attention(report), *_selection(report)]
     # The artifact leaves out what no longer fits: examples last
-    return [*curve, *_equity(report), *_by_step(result.metrics), *looked, *_fan_charts(report)]
+    tested = [*_by_step(result.metrics), *_other_trainings(result.metrics)]
+    return [*curve, *_equity(report), *tested, *looked, *_fan_charts(report)]
 
 
 def _number(value: Any) -> str:
@@ -245,7 +275,7 @@ def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
 def show_training(run: TrainedRun, result: TrainResult, where: Sequence[tuple[str, str]]) -> None:
     """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database). `where` tells on
     what it ran, how long and at what cost (tasks/run_record.py)."""
-    facts = [*_facts(run), *where, *_memory(run, result)]
+    facts = [*_facts(run), *where, *_throughput(run, result), *_memory(run, result)]
     text = f"# {run.model}\n\n{_markdown_table(facts)}\n"
     metrics = f"\n## Metrics\n\n{_markdown_table(flat_metrics(run.metrics))}"
     if plan := _plan_rows(result):
@@ -255,6 +285,17 @@ def show_training(run: TrainedRun, result: TrainResult, where: Sequence[tuple[st
         if len(text) + len(image) + len(metrics) < 290_000:
             text += image
     create_markdown_artifact(text + metrics, key=f"{run.family}-training-report", description=f"Training of {run.model}")
+
+
+def _throughput(run: TrainedRun, result: TrainResult) -> list[tuple[str, str]]:
+    """Training examples a second over all epochs, validation included."""
+    seconds = sum(row.seconds for row in result.history)
+    config = run.config
+    each, unit = config.batch_size, "transitions"
+    if isinstance(config, TFTConfig):
+        each, unit = each * config.windows_per_start, "windows"
+    updates = len(result.history) * config.updates_per_epoch
+    return [("throughput", f"{updates * each / seconds:.0f} {unit} a second, validation included")] if seconds else []
 
 
 def _memory(run: TrainedRun, result: TrainResult) -> list[tuple[str, str]]:
