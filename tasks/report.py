@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
     from matplotlib import pyplot
 
     style: Any = {
-        "svg.hashsalt": "forecastle", "font.size": 8, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK,
-        "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
-        "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
+        "svg.hashsalt": "forecastle", "svg.fonttype": "none", "font.size": 8, "font.sans-serif": ["DejaVu Sans"],
+        "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
+        "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
@@ -44,10 +46,10 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
             figure.patch.set_alpha(0)
             axes.patch.set_alpha(0)
             out = io.StringIO()
-            figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+            figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         finally:
             pyplot.close(figure)
-    return out.getvalue()
+    return re.sub(r"\s*\n\s*", " ", out.getvalue())
 
 
 def data_uri(svg: str) -> str:
