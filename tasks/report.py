@@ -7,6 +7,7 @@ import base64
 import html
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ INK = "#7a7f87"
 COLOURS = ("#2f7ed8", "#e0731d", "#3aa655", "#b04fc4", "#c9a227")
 
 
-def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)) -> str:
+def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 3.0)) -> str:
     """The SVG text of one plot; `draw` gets the matplotlib axes. The same data give the same bytes."""
     import matplotlib
 
@@ -34,7 +35,7 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
     from matplotlib import pyplot
 
     style: Any = {
-        "svg.hashsalt": "forecastle", "svg.fonttype": "none", "font.size": 8, "font.sans-serif": ["DejaVu Sans"],
+        "svg.hashsalt": "forecastle", "svg.fonttype": "none", "font.size": 10, "font.sans-serif": ["DejaVu Sans"],
         "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
         "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
         "axes.spines.top": False, "axes.spines.right": False,
@@ -50,6 +51,11 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
         finally:
             pyplot.close(figure)
     return re.sub(r"\s*\n\s*", " ", out.getvalue())
+
+
+def _legend(axes: Any) -> None:
+    """Above the plot, where it hides no line."""
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderpad=0)
 
 
 def data_uri(svg: str) -> str:
@@ -72,7 +78,7 @@ def _loss_curve(result: TrainResult) -> str:
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("train loss", color=COLOURS[0])
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return svg_plot(draw)
 
@@ -93,7 +99,7 @@ def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, sample["actual"], color=COLOURS[1], marker=".", label="actual")
             axes.set_xlabel("bars ahead")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend(frameon=False)
+            _legend(axes)
 
         yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
 
@@ -110,9 +116,9 @@ def _selection(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.barh([names[i] for i in top], means, color=COLOURS[0])
             axes.hlines(range(len(top)), low, high, color=COLOURS[1], linewidth=1.2, label="10th to 90th percentile of rows")
             axes.set_xlabel("mean selection weight")
-            axes.legend(frameon=False, loc="lower right")
+            _legend(axes)
 
-        yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.6 + 0.17 * len(top)))
+        yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.9 + 0.2 * len(top)))
 
 
 def _attention(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -131,7 +137,7 @@ def _attention(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.axvline(0.5, color=INK, linestyle=":")
         axes.set_xlabel("bar relative to the origin (0: the last known one)")
         axes.set_ylabel("mean attention")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     yield f"Attention, mean of {found.windows} test windows", svg_plot(draw)
 
@@ -152,14 +158,14 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.set_xlabel("bars ahead")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("pinball saved, %")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     def coverage(axes: Any) -> None:
         axes.plot(steps, test["coverage_by_step"], color=COLOURS[0], marker=".", label="outer band covers")
         axes.axhline(test["coverage"], color=INK, linestyle=":", label="all steps")
         axes.set_xlabel("bars ahead")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(frameon=False)
+        _legend(axes)
 
     def calibration(axes: Any) -> None:
         promised = [float(name[1:]) / 100 for name in test["share_below"]]
@@ -167,7 +173,7 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.plot(promised, list(test["share_below"].values()), color=COLOURS[0], marker=".", label="found")
         axes.set_xlabel("share of actual values promised below the quantile")
         axes.set_ylabel("share found")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     yield "Skill by step on the test block", svg_plot(skill)
     yield "Coverage by step on the test block", svg_plot(coverage)
@@ -188,7 +194,7 @@ def _other_trainings(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
                           label=skill.replace("_", " "))  # fmt: skip
             axes.axhline(0, color=INK, linestyle=":")
             axes.set_ylabel("pinball saved, %")
-            axes.legend(frameon=False)
+            _legend(axes)
 
         yield f"Skill of this run and of {title}", svg_plot(draw)
 
@@ -203,7 +209,7 @@ def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(range(len(values)), values, color=colour, label=name.replace("_", " "))
         axes.set_xlabel("test block")
         axes.set_ylabel("summed log return")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     yield "Equity on the test block", svg_plot(draw)
 
@@ -270,7 +276,9 @@ th{{font-weight:600;white-space:nowrap}}svg{{max-width:100%;height:auto}}</style
 
 
 def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
-    body = "\n".join(f"| {k} | {v.replace('|', '/')} |" for k, v in rows)
+    # Prefect's older UI does not wrap the lines of a cell
+    cells = ((k, "<br>".join(textwrap.wrap(v.replace("|", "/"), 80, break_long_words=False))) for k, v in rows)
+    body = "\n".join(f"| {k} | {v} |" for k, v in cells)
     return f"| | |\n|---|---|\n{body}\n"
 
 
@@ -356,7 +364,7 @@ def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
         axes.axhline(0, color=INK, linestyle=":")
         axes.set_xlabel("share of the common bars")
         axes.set_ylabel("summed advantage")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     verdict = "promoted" if decision.promoted else "not promoted"
     text = f"# {manifest.model} version {manifest.version} against {decision.champion}: {verdict}\n\n{decision.why}\n\n"
@@ -382,9 +390,9 @@ def show_versions(newest: Sequence[ModelManifest], champion: int | None) -> None
             {
                 "version": manifest.version,
                 "champion": "yes" if manifest.version == champion else "",
-                "dataset": f"{data.fingerprint[:8]}, {data.rows} rows to {data.last_timestamp[:10]}",
-                "ended": f"{manifest.stop_reason} after {manifest.epochs}",
                 **{name.removeprefix("test."): numbers.get(name, "") for name in HEADLINES[manifest.family]},
+                "ended": f"{manifest.stop_reason} after {manifest.epochs}",
+                "dataset": f"{data.fingerprint[:8]}, {data.rows} rows to {data.last_timestamp[:10]}",
             }
         )
     create_table_artifact(table, key=f"{newest[0].family}-versions", description=f"The last versions of {newest[0].model}")

@@ -294,7 +294,7 @@ def test_everything_recovers_from_kill_9_within_3_minutes(served, dataset, targe
     """Killed at a random moment of a run: within 3 minutes it trains again, if it ever stopped, and then completes; no slot
     is lost, one version more is published, and a reader met a whole champion every time that the store answered."""
     random, store = Random(seed), served.store()
-    config = {**TINY["retrain-tft"], "epochs": 30, "updates_per_epoch": 10, "seed": seed, "promotion": "always"}
+    config = {**TINY["retrain-tft"], "epochs": 30, "updates_per_epoch": 4, "seed": seed, "promotion": "always"}
     config["early_stopping"] = {"patience": 0}
     before = json.loads(store.get("models/tft/sequence.json"))["last"]
     with served.client() as client, reader_of_the_champion(store, "tft") as seen:
