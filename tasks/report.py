@@ -276,8 +276,8 @@ th{{font-weight:600;white-space:nowrap}}svg{{max-width:100%;height:auto}}</style
 
 
 def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
-    # Prefect's older UI does not wrap the lines of a cell
-    cells = ((k, "<br>".join(textwrap.wrap(v.replace("|", "/"), 80, break_long_words=False))) for k, v in rows)
+    # Prefect's older UI does not wrap the lines of a cell, and the newer one writes long words over its side panel
+    cells = ((k, "<br>".join(textwrap.wrap(v.replace("|", "/"), 80))) for k, v in rows)
     body = "\n".join(f"| {k} | {v} |" for k, v in cells)
     return f"| | |\n|---|---|\n{body}\n"
 
@@ -331,7 +331,7 @@ def show_validation(table: list[dict[str, Any]], dataset_name: str) -> None:
 
 def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotion: str) -> None:
     """From dataset to published files, as an artifact of the current run."""
-    files = "\n".join(f"| {name} | {file.size} | `{file.sha256}` |" for name, file in sorted(manifest.files.items()))
+    files = "\n".join(f"| {name} | {file.size} | `{file.sha256[:24]}` |" for name, file in sorted(manifest.files.items()))
     rows = [
         ("dataset", f"`{dataset.fingerprint}` ({dataset.rows} rows) {manifest.dataset_uri}"),
         ("contract", f"`{dataset.contract.fingerprint}`"),
@@ -342,7 +342,7 @@ def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotio
     ]
     text = f"# {manifest.model} version {manifest.version}\n\n{_markdown_table(rows)}\n"
     create_markdown_artifact(
-        f"{text}\n| file | bytes | sha256 |\n|---|---|---|\n{files}\n",
+        f"{text}\n| file | bytes | sha256 (its start; whole in manifest.json) |\n|---|---|---|\n{files}\n",
         key=f"{manifest.family}-lineage",
         description=f"Lineage of {manifest.model} {manifest.version}",
     )
@@ -351,10 +351,10 @@ def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotio
 def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
     """Challenger and champion on the same bars: decision, intervals and summed advantage, as an artifact of the current run."""
     rows = decision.comparisons
-    head = "| measure | challenger | champion | better by | 95 % interval | values | from | to |\n" + "|---" * 8 + "|\n"
+    head = "| measure | challenger | champion | better by | 95 % interval | values |\n" + "|---" * 6 + "|\n"
     table = "\n".join(
         f"| {r.measure} | {r.challenger:.5g} | {r.champion:.5g} | {r.difference:+.4g} | {r.low:+.4g} to {r.high:+.4g} "
-        f"| {r.values} | {r.first} | {r.last} |"
+        f"| {r.values}, {r.first[:10]}<br>to {r.last[:10]} |"
         for r in rows
     )
 
