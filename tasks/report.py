@@ -6,6 +6,8 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from models.checkpoint import write_atomically
 from models.manifest import Dataset, ModelManifest
 from models.progress import TrainResult
+from models.tft.config import TFTConfig
 from tasks.artifacts import TrainedRun
 from tasks.promotion import Decision
 
@@ -26,7 +29,7 @@ INK = "#7a7f87"
 COLOURS = ("#2f7ed8", "#e0731d", "#3aa655", "#b04fc4", "#c9a227")
 
 
-def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)) -> str:
+def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 3.0)) -> str:
     """The SVG text of one plot; `draw` gets the matplotlib axes. The same data give the same bytes."""
     import matplotlib
 
@@ -34,9 +37,10 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
     from matplotlib import pyplot
 
     style: Any = {
-        "svg.hashsalt": "forecastle", "font.size": 8, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK,
-        "xtick.color": INK, "ytick.color": INK, "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
-        "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
+        "svg.hashsalt": "forecastle", "svg.fonttype": "none", "font.size": 10, "font.sans-serif": ["DejaVu Sans"],
+        "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.grid": True, "grid.alpha": 0.25, "path.simplify_threshold": 1.0,
+        "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
         figure, axes = pyplot.subplots(figsize=size, layout="constrained")
@@ -45,10 +49,15 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 2.8)
             figure.patch.set_alpha(0)
             axes.patch.set_alpha(0)
             out = io.StringIO()
-            figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+            figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         finally:
             pyplot.close(figure)
-    return out.getvalue()
+    return re.sub(r"\s*\n\s*", " ", out.getvalue())
+
+
+def _legend(axes: Any) -> None:
+    """Above the plot, where it hides no line."""
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderpad=0)
 
 
 def data_uri(svg: str) -> str:
@@ -71,7 +80,7 @@ def _loss_curve(result: TrainResult) -> str:
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("train loss", color=COLOURS[0])
-        axes.legend(frameon=False)
+        _legend(axes)
 
     return svg_plot(draw)
 
@@ -92,7 +101,7 @@ def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, sample["actual"], color=COLOURS[1], marker=".", label="actual")
             axes.set_xlabel("bars ahead")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.legend(frameon=False)
+            _legend(axes)
 
         yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
 
@@ -109,9 +118,9 @@ def _selection(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.barh([names[i] for i in top], means, color=COLOURS[0])
             axes.hlines(range(len(top)), low, high, color=COLOURS[1], linewidth=1.2, label="10th to 90th percentile of rows")
             axes.set_xlabel("mean selection weight")
-            axes.legend(frameon=False, loc="lower right")
+            _legend(axes)
 
-        yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.6 + 0.17 * len(top)))
+        yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.9 + 0.2 * len(top)))
 
 
 def _attention(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -130,7 +139,7 @@ def _attention(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.axvline(0.5, color=INK, linestyle=":")
         axes.set_xlabel("bar relative to the origin (0: the last known one)")
         axes.set_ylabel("mean attention")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     yield f"Attention, mean of {found.windows} test windows", svg_plot(draw)
 
@@ -151,17 +160,45 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.set_xlabel("bars ahead")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("pinball saved, %")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     def coverage(axes: Any) -> None:
         axes.plot(steps, test["coverage_by_step"], color=COLOURS[0], marker=".", label="outer band covers")
         axes.axhline(test["coverage"], color=INK, linestyle=":", label="all steps")
         axes.set_xlabel("bars ahead")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(frameon=False)
+        _legend(axes)
+
+    def calibration(axes: Any) -> None:
+        promised = [float(name[1:]) / 100 for name in test["share_below"]]
+        axes.plot([0, 1], [0, 1], color=INK, linestyle=":", label="as promised")
+        axes.plot(promised, list(test["share_below"].values()), color=COLOURS[0], marker=".", label="found")
+        axes.set_xlabel("share of actual values promised below the quantile")
+        axes.set_ylabel("share found")
+        _legend(axes)
 
     yield "Skill by step on the test block", svg_plot(skill)
     yield "Coverage by step on the test block", svg_plot(coverage)
+    yield "Calibration on the test block", svg_plot(calibration)
+
+
+def _other_trainings(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    kinds = {"rolling": ("earlier cuts", "test_from"), "seeds": ("other seeds", "seed")}
+    for kind, (title, name) in kinds.items():
+        rows = [row for row in metrics.get(kind, ()) if "error" not in row]
+        if not rows:
+            continue
+
+        def draw(axes: Any, rows: Any = rows, name: str = name) -> None:
+            labels = ["this run", *(str(row[name])[:10] for row in rows)]
+            for skill, colour in zip(("skill_vs_naive", "skill_vs_linear"), COLOURS, strict=False):
+                axes.plot(labels, [100 * row[skill] for row in (metrics["test"], *rows)], color=colour, marker="o", ls="",
+                          label=skill.replace("_", " "))  # fmt: skip
+            axes.axhline(0, color=INK, linestyle=":")
+            axes.set_ylabel("pinball saved, %")
+            _legend(axes)
+
+        yield f"Skill of this run and of {title}", svg_plot(draw)
 
 
 def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -174,7 +211,7 @@ def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(range(len(values)), values, color=colour, label=name.replace("_", " "))
         axes.set_xlabel("test block")
         axes.set_ylabel("summed log return")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     yield "Equity on the test block", svg_plot(draw)
 
@@ -184,7 +221,8 @@ def _plots(result: TrainResult) -> list[tuple[str, str]]:
     report = result.report
     looked = [*_attention(report), *_selection(report)]
     # The artifact leaves out what no longer fits: examples last
-    return [*curve, *_equity(report), *_by_step(result.metrics), *looked, *_fan_charts(report)]
+    tested = [*_by_step(result.metrics), *_other_trainings(result.metrics)]
+    return [*curve, *_equity(report), *tested, *looked, *_fan_charts(report)]
 
 
 def _number(value: Any) -> str:
@@ -240,14 +278,16 @@ th{{font-weight:600;white-space:nowrap}}svg{{max-width:100%;height:auto}}</style
 
 
 def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
-    body = "\n".join(f"| {k} | {v.replace('|', '/')} |" for k, v in rows)
+    # Prefect's older UI does not wrap the lines of a cell, and the newer one writes long words over its side panel
+    cells = ((k, "<br>".join(textwrap.wrap(v.replace("|", "/"), 80))) for k, v in rows)
+    body = "\n".join(f"| {k} | {v} |" for k, v in cells)
     return f"| | |\n|---|---|\n{body}\n"
 
 
 def show_training(run: TrainedRun, result: TrainResult, where: Sequence[tuple[str, str]]) -> None:
     """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database). `where` tells on
     what it ran, how long and at what cost (tasks/run_record.py)."""
-    facts = [*_facts(run), *where, *_memory(run, result)]
+    facts = [*_facts(run), *where, *_throughput(run, result), *_memory(run, result)]
     text = f"# {run.model}\n\n{_markdown_table(facts)}\n"
     metrics = f"\n## Metrics\n\n{_markdown_table(flat_metrics(run.metrics))}"
     if plan := _plan_rows(result):
@@ -257,6 +297,17 @@ def show_training(run: TrainedRun, result: TrainResult, where: Sequence[tuple[st
         if len(text) + len(image) + len(metrics) < 290_000:
             text += image
     create_markdown_artifact(text + metrics, key=f"{run.family}-training-report", description=f"Training of {run.model}")
+
+
+def _throughput(run: TrainedRun, result: TrainResult) -> list[tuple[str, str]]:
+    """Training examples a second over all epochs, validation included."""
+    seconds = sum(row.seconds for row in result.history)
+    config = run.config
+    each, unit = config.batch_size, "transitions"
+    if isinstance(config, TFTConfig):
+        each, unit = each * config.windows_per_start, "windows"
+    updates = len(result.history) * config.updates_per_epoch
+    return [("throughput", f"{updates * each / seconds:.0f} {unit} a second, validation included")] if seconds else []
 
 
 def _memory(run: TrainedRun, result: TrainResult) -> list[tuple[str, str]]:
@@ -302,7 +353,7 @@ class IngestLog:
 
 def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotion: str) -> None:
     """From dataset to published files, as an artifact of the current run."""
-    files = "\n".join(f"| {name} | {file.size} | `{file.sha256}` |" for name, file in sorted(manifest.files.items()))
+    files = "\n".join(f"| {name} | {file.size} | `{file.sha256[:24]}` |" for name, file in sorted(manifest.files.items()))
     rows = [
         ("dataset", f"`{dataset.fingerprint}` ({dataset.rows} rows) {manifest.dataset_uri}"),
         ("contract", f"`{dataset.contract.fingerprint}`"),
@@ -313,7 +364,7 @@ def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotio
     ]
     text = f"# {manifest.model} version {manifest.version}\n\n{_markdown_table(rows)}\n"
     create_markdown_artifact(
-        f"{text}\n| file | bytes | sha256 |\n|---|---|---|\n{files}\n",
+        f"{text}\n| file | bytes | sha256 (its start; whole in manifest.json) |\n|---|---|---|\n{files}\n",
         key=f"{manifest.family}-lineage",
         description=f"Lineage of {manifest.model} {manifest.version}",
     )
@@ -322,10 +373,10 @@ def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotio
 def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
     """Challenger and champion on the same bars: decision, intervals and summed advantage, as an artifact of the current run."""
     rows = decision.comparisons
-    head = "| measure | challenger | champion | better by | 95 % interval | values | from | to |\n" + "|---" * 8 + "|\n"
+    head = "| measure | challenger | champion | better by | 95 % interval | values |\n" + "|---" * 6 + "|\n"
     table = "\n".join(
         f"| {r.measure} | {r.challenger:.5g} | {r.champion:.5g} | {r.difference:+.4g} | {r.low:+.4g} to {r.high:+.4g} "
-        f"| {r.values} | {r.first} | {r.last} |"
+        f"| {r.values}, {r.first[:10]}<br>to {r.last[:10]} |"
         for r in rows
     )
 
@@ -335,7 +386,7 @@ def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
         axes.axhline(0, color=INK, linestyle=":")
         axes.set_xlabel("share of the common bars")
         axes.set_ylabel("summed advantage")
-        axes.legend(frameon=False)
+        _legend(axes)
 
     verdict = "promoted" if decision.promoted else "not promoted"
     text = f"# {manifest.model} version {manifest.version} against {decision.champion}: {verdict}\n\n{decision.why}\n\n"
@@ -361,9 +412,9 @@ def show_versions(newest: Sequence[ModelManifest], champion: int | None) -> None
             {
                 "version": manifest.version,
                 "champion": "yes" if manifest.version == champion else "",
-                "dataset": f"{data.fingerprint[:8]}, {data.rows} rows to {data.last_timestamp[:10]}",
-                "ended": f"{manifest.stop_reason} after {manifest.epochs}",
                 **{name.removeprefix("test."): numbers.get(name, "") for name in HEADLINES[manifest.family]},
+                "ended": f"{manifest.stop_reason} after {manifest.epochs}",
+                "dataset": f"{data.fingerprint[:8]}, {data.rows} rows to {data.last_timestamp[:10]}",
             }
         )
     create_table_artifact(table, key=f"{newest[0].family}-versions", description=f"The last versions of {newest[0].model}")

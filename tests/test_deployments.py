@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from uuid import uuid4
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -13,11 +14,14 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flows import load_flow_from_entrypoint
+from prefect.server.events.ordering import EventArrivedEarly
+from prefect.server.events.schemas.events import ReceivedEvent
 from prefect.server.schemas.schedules import CronSchedule
 from prefect.utilities.callables import parameter_schema
 
 import deployments.apply
 from deployments.apply import FOLDER, OWNED, POOLS, apply, declared
+from deployments.event_order import CausalOrdering
 
 DEPLOYMENTS = declared("prefect.yaml")
 AUTOMATIONS = declared("automations.yaml")
@@ -49,6 +53,15 @@ def test_every_deployment_fits_its_flow(entry):
     assert len(entry["description"]) > 40
     slugs = [s["slug"] for s in entry.get("schedules", ())]
     assert len(slugs) == len(set(slugs))
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_every_field_of_every_form_says_what_it_is_and_has_a_place(name):
+    schema = deployments.apply._in_order(parameter_schema(FLOWS[name]).model_dump(mode="json", exclude_unset=True))
+    for fields in (schema["properties"], *(model["properties"] for model in schema.get("definitions", {}).values())):
+        described = {k: v.get("description", "") for k, v in fields.items() if "const" not in v}  # a const is no choice
+        assert all(len(text) > 8 for text in described.values()), described
+        assert [v["position"] for v in fields.values()] == list(range(len(fields)))
 
 
 @pytest.mark.parametrize("entry", AUTOMATIONS, ids=lambda e: e["name"])
@@ -179,3 +192,26 @@ def test_bad_values_are_refused_when_the_run_is_made(served):
                 client.create_flow_run_from_deployment(retrain.id, parameters={"dataset": "x", "config": {name: value}})
         with pytest.raises(PrefectHTTPStatusError, match="409"):
             client.create_flow_run_from_deployment(retrain.id, parameters={})
+
+
+def followed(age, name):
+    """An event that came `age` seconds ago and follows one that never came."""
+    received = datetime.now(UTC) - timedelta(seconds=age)
+    resource = {"prefect.resource.id": "prefect.flow-run.x"}
+    return ReceivedEvent(
+        id=uuid4(), event=name, resource=resource, occurred=received, received=received, follows=uuid4(), payload={}
+    )
+
+
+def test_an_event_whose_predecessor_was_lost_with_the_server_waits_for_seconds_only():
+    async def let_through(event):
+        async with CausalOrdering("test").preceding_event_confirmed(None, event):
+            return True
+
+    assert asyncio.run(let_through(followed(21, "late")))
+    early = followed(5, "early")
+    with pytest.raises(EventArrivedEarly):
+        asyncio.run(let_through(early))
+    assert asyncio.run(CausalOrdering("test").get_lost_followers()) == []
+    CausalOrdering("test")._waitlist[early.id] -= timedelta(seconds=16)
+    assert asyncio.run(CausalOrdering("test").get_lost_followers()) == [early]

@@ -17,7 +17,7 @@ from models.tft.network import TemporalFusionTransformer
 from models.tft.scaling import Scaler
 from models.windows import WindowDataset, block_rows
 from tasks.interpretation import interpretation_parquet
-from tasks.report import _plots, flat_metrics
+from tasks.report import _other_trainings, _plots, flat_metrics
 
 T, H = 8, 3
 SERIES = series_arrays({"AAA": 220, "BBB": 180, "CCC": 6})
@@ -139,12 +139,25 @@ def test_report_plots_what_was_looked_at_and_the_skill_by_step(runs):
     plots = dict(_plots(runs[0].result))
     windows = runs[0].result.metrics["windows"]["test"]
     by_step = {f"{name} by step on the test block" for name in ("Skill", "Coverage")}
-    assert {f"Attention, mean of {windows} test windows", *by_step} <= set(plots)
+    assert {f"Attention, mean of {windows} test windows", "Calibration on the test block", *by_step} <= set(plots)
     test = runs[0].result.metrics["test"]
+    lowest, *_, highest = test["share_below"].values()
+    assert highest - lowest == pytest.approx(test["coverage"])
     assert np.mean(test["pinball_by_step"]) == pytest.approx(test["pinball"])
     for row in test["baselines"].values():
         assert np.mean(row["pinball_by_step"]) == pytest.approx(row["pinball"])
     assert dict(_plots(runs[1].result)) == plots
+
+
+def test_earlier_cuts_and_other_seeds_stand_beside_the_run_and_a_failed_one_is_left_out():
+    skills = {"skill_vs_naive": 0.25, "skill_vs_linear": -0.5}
+    metrics = {
+        "test": skills, "rolling": [{"test_from": "2012-03-01T00:00Z", **skills}], "seeds": [{"seed": 7, "error": "out of luck"}],
+    }  # fmt: skip
+    [(title, svg)] = _other_trainings(metrics)
+    assert title == "Skill of this run and of earlier cuts"
+    for word in ("this run", "2012-03-01", "skill vs linear"):
+        assert word in svg
 
 
 def test_a_long_attention_profile_is_a_small_plot(runs):

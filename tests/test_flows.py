@@ -148,6 +148,7 @@ def test_runs_show_validation_training_and_lineage_in_the_ui(published):
         report = next(a for a in client.read_artifacts(limit=200) if a.key == "tft-training-report")
     assert "data:image/svg+xml;base64," in report.data
     assert re.search(r"\d+ MiB planned for an update, \d+ MiB measured", report.data)
+    assert re.search(r"\| throughput \| \d+ windows a second", report.data)
     assert "| historical selection | parameters" in report.data
     assert len(report.data) < 300_000
 

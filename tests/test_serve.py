@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -26,6 +28,7 @@ from synthetic import write_market
 from deployments.apply import apply
 from tasks.artifacts import champion_version, read_manifest, verify
 from tasks.local_s3 import _started_at as started_at
+from tasks.storage import ObjectMissing, StoreError
 
 TINY = {
     "retrain-tft": {
@@ -95,9 +98,11 @@ def test_a_dropped_file_is_ingested_trained_published_promoted_and_never_twice(s
 
 
 LONG = {
-    "hidden_sizes": [16], "epochs": 400, "updates_per_epoch": 60, "batch_size": 16, "num_envs": 4, "checkpoint_every": 2,
-    "early_stopping": {"patience": 0}, "device": "cpu",
-}  # fmt: skip
+    "retrain-dqn": {**TINY["retrain-dqn"], "epochs": 60, "updates_per_epoch": 60, "checkpoint_every": 2},
+    "retrain-tft": {**TINY["retrain-tft"], "epochs": 40, "updates_per_epoch": 20, "checkpoint_every": 2},
+}
+for config in LONG.values():
+    config["early_stopping"] = {"patience": 0}
 
 
 def processes_of(run_id):
@@ -143,10 +148,18 @@ def second_worker(served):
             process.wait()
 
 
-def test_one_training_per_gpu_and_a_cancelled_one_saves_ends_and_resumes_bit_equal(served, dataset):
-    config = {**LONG, "epochs": 60}
+def cancel(served, client, run_id):
+    """Cancel a run in training: its process is gone within 15 s and it ends as Cancelled."""
+    assert processes_of(run_id)
+    client.set_flow_run_state(run_id, Cancelling())
+    wait_for(lambda: not processes_of(run_id), 15, served.logs)
+    assert served.ended(run_id, 60).state.name == "Cancelled"
+
+
+def test_one_training_per_gpu_over_both_models_and_two_workers(served, dataset):
     with served.client() as client, second_worker(served):
-        first = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name="cancelled", config={**LONG, "epochs": 4000})
+        endless = {**LONG["retrain-dqn"], "epochs": 4000}
+        first = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name="cancelled", config=endless)
         run = client.read_flow_run(first)
         wait_for(lambda: "epoch=3/" in logs_of(client, run), 120, served.logs)
         tft = served.run("retrain-tft/retrain-tft", dataset=dataset, name="waits", config=TINY["retrain-tft"])
@@ -155,33 +168,36 @@ def test_one_training_per_gpu_and_a_cancelled_one_saves_ends_and_resumes_bit_equ
         assert "GPU slot after" not in logs_of(client, waiting)
         assert client.read_global_concurrency_limit_by_name("gpu").active_slots == 1
 
-        assert processes_of(first)
-        client.set_flow_run_state(first, Cancelling())
-        wait_for(lambda: not processes_of(first), 15, served.logs)
-        assert served.ended(first, 60).state.name == "Cancelled"
-        store = served.store()
-        assert [k for k in store.list("runs/") if "/interrupted/" in k and "dqn_final_epoch" in k]
-        assert [k for k in store.list("runs/") if "/resume/" in k]
-        assert not [k for k in store.list("models/cancelled/") if k.endswith("manifest.json")]
+        cancel(served, client, first)
+        assert not [k for k in served.store().list("models/cancelled/") if k.endswith("manifest.json")]
         assert served.ended(tft, 120).state.name == "Completed", logs_of(client, waiting)
         assert client.read_global_concurrency_limit_by_name("gpu").active_slots == 0
 
-    # Resume: cancelled once and run again against never cancelled
-    finals = {}
+
+@pytest.mark.parametrize("family", ["dqn", pytest.param("tft", marks=pytest.mark.slow)])
+def test_a_training_cancelled_in_an_epoch_keeps_its_final_file_and_state_and_resumes_bit_equal(served, dataset, family):
+    """Cancelled once and run again against never cancelled."""
+    name, store, finals = f"retrain-{family}", served.store(), {}
+    kept = lambda place: {k for k in store.list("runs/") if f"/{place}/" in k}  # noqa: E731
     with served.client() as client:
-        for model, cancel in (("again", True), ("whole", False)):
-            run_id = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name=model, config=config)
-            if cancel:
+        for model in ("again", "whole"):
+            values = {"dataset": dataset, "name": f"{model}-{family}", "config": LONG[name]}
+            before = {place: kept(place) for place in ("interrupted", "resume")}
+            run_id = served.run(f"{name}/{name}", **values)
+            if model == "again":
                 run = client.read_flow_run(run_id)
                 wait_for(lambda run=run: "epoch=2/" in logs_of(client, run), 120, served.logs)
-                client.set_flow_run_state(run_id, Cancelling())
-                served.ended(run_id, 60)
-                run_id = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name=model, config=config)
+                cancel(served, client, run_id)
+                new = {place: kept(place) - before[place] for place in before}
+                assert len(new["interrupted"]) == 1
+                assert f"/{family}_final_epoch" in new["interrupted"].pop()
+                assert new["resume"]
+                run_id = served.run(f"{name}/{name}", **values)
             assert served.ended(run_id).state.name == "Completed", served.logs()
-            if cancel:
+            if model == "again":
                 run = client.read_flow_run(run_id)
-                wait_for(lambda run=run: "resuming again after" in logs_of(client, run), 20)
-            manifest = verify(served.store(), model, 1)
+                wait_for(lambda run=run: f"resuming again-{family} after" in logs_of(client, run), 20)
+            manifest = verify(store, f"{model}-{family}", 1)
             finals[model] = manifest.files[manifest.final]
     assert finals["again"] == finals["whole"]
 
@@ -239,39 +255,77 @@ def test_failed_crashed_and_not_promoted_tell_the_webhook_and_nothing_else_does(
 KILLED = ("flow", "worker-gpu", "server", "postgres", "s3", "flow and worker-gpu")
 
 
+@contextlib.contextmanager
+def reader_of_the_champion(store, model):
+    """Loads and verifies the champion again and again until the block ends; how often it was whole or out of reach (the
+    server is down), and whatever else became of it."""
+    seen, ending = Counter(), threading.Event()
+
+    def read():
+        while not ending.wait(0.3):
+            try:
+                verify(store, model, read_manifest(store, model, "champion").version)
+                seen["whole"] += 1
+            except Exception as error:
+                away = isinstance(error, StoreError) and not isinstance(error, ObjectMissing)
+                seen["out of reach" if away else repr(error)] += 1
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ending.set()
+        thread.join()
+
+
+def trains_since(client, run):
+    """When the attempt that came last had its GPU."""
+    starts = [state.timestamp for state in client.read_flow_run_states(run.id) if state.is_running()]
+    logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id])), limit=200)
+    return max([*starts, *(log.timestamp for log in logs if "GPU slot after" in log.message)])
+
+
 @pytest.mark.parametrize(
     ("target", "seed"),
     [("flow", 0), *(pytest.param(KILLED[n % len(KILLED)], n, marks=pytest.mark.slow) for n in range(1, 21))],
 )
 def test_everything_recovers_from_kill_9_within_3_minutes(served, dataset, target, seed):
-    """Killed at a random moment of a run; after it: the run is completed, no slot lost, one version, champion loadable."""
-    model, random = f"drill{seed}", Random(seed)
-    config = {**TINY["retrain-tft"], "epochs": 30, "updates_per_epoch": 10, "seed": seed, "promotion": "always"}
+    """Killed at a random moment of a run: within 3 minutes it trains again, if it ever stopped, and then completes; no slot
+    is lost, one version more is published, and a reader met a whole champion every time that the store answered."""
+    random, store = Random(seed), served.store()
+    config = {**TINY["retrain-tft"], "epochs": 30, "updates_per_epoch": 4, "seed": seed, "promotion": "always"}
     config["early_stopping"] = {"patience": 0}
-    with served.client() as client:
-        run_id = served.run("retrain-tft/retrain-tft", dataset=dataset, name=model, config=config)
+    before = json.loads(store.get("models/tft/sequence.json"))["last"]
+    with served.client() as client, reader_of_the_champion(store, "tft") as seen:
+        run_id = served.run("retrain-tft/retrain-tft", dataset=dataset, config=config)
         if target.startswith("flow"):
             wait_for(lambda: processes_of(run_id), 60, served.logs)
         time.sleep(random.uniform(0, 15))
+        at = client.read_flow_run(run_id).state.name
         for name in target.split(" and "):
             pids = processes_of(run_id) if name == "flow" else [served.pid(name)]
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
+        killed = datetime.now(UTC)
         explain = lambda: f"{client.read_flow_run(run_id).state}\n{served.logs()}"  # noqa: E731
 
-        def recovered():
+        def completed():
             with contextlib.suppress(Exception):  # the server may still be starting
                 return client.read_flow_run(run_id).state.is_completed()
 
-        wait_for(recovered, 180, explain)
-        assert time.monotonic() - killed < 180
+        wait_for(completed, 400, explain)
+        seconds = max(0.0, (trains_since(client, client.read_flow_run(run_id)) - killed).total_seconds())
+        assert seconds < 180, explain()
         wait_for(lambda: client.read_global_concurrency_limit_by_name("gpu").active_slots == 0, 100)
-    store = served.store()
-    assert read_manifest(store, model, "champion").version == 1
-    verify(store, model, 1)
-    assert json.loads(store.get(f"models/{model}/sequence.json"))["last"] == 1
+    print(f"{target} killed while {at}: training {seconds:.0f} s later (0: never stopped); the champion was {dict(seen)}")
+    assert seen.pop("whole") > 0
+    assert set(seen) <= {"out of reach"}
+    assert read_manifest(store, "tft", "champion").version == before + 1
+    verify(store, "tft", before + 1)
+    published = [key for key in store.list("models/tft/") if key.endswith("/manifest.json")]
+    assert json.loads(store.get("models/tft/sequence.json"))["last"] == len(published) == before + 1
 
 
 def test_every_program_runs_postgresql_included_where_it_is_installed(served):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import jsonschema
@@ -84,6 +85,18 @@ def test_dockerfile_has_both_targets_the_lock_a_plain_user_and_a_health_check():
     kept = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not excluded.match(line)]
     for needed in ("torch", "prefect", "duckdb", "boto3", "pydantic", "PyYAML"):
         assert any(line.startswith(f"{needed}==") for line in kept), needed
+
+
+def test_the_installed_project_holds_every_file_that_it_reads(tmp_path):
+    """An image has no other copy of them."""
+    for folder in ("flows", "tasks", "models", "deployments"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("secrets", "__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    held = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    assert {"deployments/prefect.yaml", "deployments/automations.yaml", "flows/gpus.toml"} <= held
 
 
 def filled(value, values):

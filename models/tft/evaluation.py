@@ -89,7 +89,8 @@ def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, frame: Frame) ->
 def block_metrics(
     found: Forecasts, series: SeriesArrays, train: NDArray[np.int64], target: Floats, config: TFTConfig, anchor: str
 ) -> dict[str, Any]:
-    """Total pinball, q-risk (2 sum pinball / sum |y|), coverage and MAE per step, beside those of the baselines."""
+    """Total pinball, q-risk (2 sum pinball / sum |y|), coverage and MAE per step, beside those of the baselines; share_below:
+    how often the actual value was at or below each quantile, which promises its own level."""
     loss = pinball_numpy(found.quantiles, found.actual, config.quantiles)
     past = Past.of(series, train, target, anchor)
     simple, baselines = {}, {}
@@ -110,6 +111,7 @@ def block_metrics(
         skills = {f"skill_vs_{name}": _skill(own, float(other[mine].mean())) for name, other in simple.items()}
         by_series[series.names[s]] = {"pinball": own, **skills}
     inside = covered(found.quantiles, found.actual)
+    below = (found.actual[..., None] <= found.quantiles).mean((0, 1))
     return {
         "windows": len(found.actual),
         "pinball": float(loss.mean()),
@@ -119,6 +121,7 @@ def block_metrics(
         "q_risk": _q_risk(loss, found.actual, config.quantiles),
         "coverage": float(inside.mean()),
         "coverage_by_step": [float(x) for x in inside.mean(0)],
+        "share_below": {f"p{q * 100:g}": float(x) for q, x in zip(config.quantiles, below, strict=True)},
         "crossings": int((np.diff(found.quantiles, axis=-1) < 0).sum()),
         "mae_by_step": [float(x) for x in np.abs(found.actual - found.quantiles[..., middle]).mean(0)],
         "baselines": baselines,
