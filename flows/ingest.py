@@ -15,10 +15,10 @@ from models.config import IngestConfig
 from models.features import MARKET_FEATURES, FeatureContract
 from models.manifest import Dataset, StoredFile
 from models.tft.config import TFTConfig
-from tasks import default_store
+from tasks import default_store, forecastle_home
 from tasks.datasets import write_dataset
 from tasks.expectations import DataContractError, validate_features
-from tasks.report import show_validation
+from tasks.report import IngestLog, show_validation, whole_source_refused
 from tasks.run_record import stop_crash_loop
 from tasks.staging import stage_parquet
 from tasks.storage import StoreError, open_store
@@ -54,7 +54,7 @@ def ingest(
     """Read feature Parquet, check it and keep it as an immutable dataset.
 
     Args:
-        source: Folder, file or glob of Parquet files: the whole dataset.
+        source: Folder, file, glob or s3:// address of Parquet files, or a .txt file that lists such: the whole dataset.
         store: file:// or s3:// prefix; none takes FORECASTLE_STORE, else this machine's own store.
         contract: TOML file with the feature contract; none finds 5 static, 210 historical and 10 future columns by prefix.
         config: How to ingest.
@@ -62,12 +62,15 @@ def ingest(
     stop_crash_loop()
     wanted = FeatureContract.from_toml(contract) if contract else MARKET_FEATURES
     opened = open_store(default_store(store))
-    with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
-        staged = stage(source, wanted, config, Path(folder))
+    known = forecastle_home() / "cache" / "files"
+    if config.spill_folder:
+        Path(config.spill_folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="forecastle-", dir=config.spill_folder) as folder:
         try:
+            staged = stage(source, wanted, config, Path(folder), cache=known, on_progress=IngestLog())
             report = validate(staged)
         except DataContractError as refused:
-            show_validation(refused.table, source)  # with the failing features by name
+            show_validation(refused.table or whole_source_refused(refused), source)  # with the failing features by name
             raise
         show_validation(report.table, source)
         dataset, uri = write(staged, report, opened)

@@ -120,7 +120,7 @@ def _write_ingest(staged: StagedFiles, report: DataReport, store: ObjectStore, d
     """`ingests/<id>.json`: which files the rows came in, what was set aside, what every rule found."""
     record: dict[str, Any] = {
         "dataset": dataset,
-        "sources": {path: file.model_dump() for path, file in sorted(staged.sources.items())},
+        "sources": {p: {**file.model_dump(), "rows": staged.source_rows[p]} for p, file in sorted(staged.sources.items())},
         "read_rows": staged.read_rows,
         "rows": staged.rows,
         "quarantined_rows": staged.quarantined_rows,

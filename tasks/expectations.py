@@ -262,7 +262,11 @@ def _run_suite(tables: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[l
     gxe: Any = import_module("great_expectations.expectations")
 
     root = Path(tempfile.mkdtemp(prefix="data-docs-", dir=folder))
-    context = gx.get_context(mode="file", project_root_dir=root)
+    context = gx.get_context(mode="ephemeral")
+    keep = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(root)}
+    index = {"class_name": "DefaultSiteIndexBuilder"}
+    context.delete_data_docs_site("local_site")
+    context.add_data_docs_site("local_site", {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": keep})
     bars: Any = {"globally": False}
     context.variables.progress_bars = bars
     source = context.data_sources.add_pandas("profile")
@@ -271,12 +275,10 @@ def _run_suite(tables: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[l
     results: list[tuple[bool, list[str]]] = [(rule.table not in frames, []) for rule in RULES]
     definitions = []
     for name in frames:
-        suite = context.suites.add(gx.ExpectationSuite(name=name))
-        for column in frames[name].columns:  # a NaN in the profile would pass every range check
-            suite.add_expectation(gxe.ExpectColumnValuesToNotBeNull(column=column))
-        for rule in RULES:
-            if rule.table == name:
-                suite.add_expectation(gxe.ExpectColumnValuesToBeBetween(**rule.arguments, meta={"rule": rule.name}))
+        # A NaN in the profile would pass every range check
+        checks = [gxe.ExpectColumnValuesToNotBeNull(column=column) for column in frames[name].columns]
+        checks += [gxe.ExpectColumnValuesToBeBetween(**r.arguments, meta={"rule": r.name}) for r in RULES if r.table == name]
+        suite = context.suites.add(gx.ExpectationSuite(name=name, expectations=checks))
         batch = source.add_dataframe_asset(name).add_batch_definition_whole_dataframe("all")
         definition = gx.ValidationDefinition(data=batch, suite=suite, name=name)
         definitions.append((name, context.validation_definitions.add(definition)))
@@ -301,5 +303,4 @@ def _run_suite(tables: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[l
             failing = [item["feature"] for item in result.result.get("unexpected_index_list") or ()]
             results[at] = (bool(result.success), failing)
     context.build_data_docs()
-    site = root / "gx" / "uncommitted" / "data_docs" / "local_site"
-    return results, str(site if site.exists() else root)
+    return results, str(root)

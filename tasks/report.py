@@ -6,12 +6,14 @@ from __future__ import annotations
 import base64
 import html
 import io
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, create_table_artifact, update_progress_artifact
 
 from models.checkpoint import write_atomically
 from models.manifest import Dataset, ModelManifest
@@ -276,6 +278,26 @@ def _plan_rows(result: TrainResult) -> list[tuple[str, str]]:
 def show_validation(table: list[dict[str, Any]], dataset_name: str) -> None:
     """What happened to every rule, as a table artifact of the current run."""
     create_table_artifact(table, key="validation", description=f"Validation of {dataset_name}")
+
+
+def whole_source_refused(refused: Exception) -> list[dict[str, Any]]:
+    """The table of a source that was refused before any rule could look at its rows."""
+    found = {"policy": "refuse", "result": "FAILED", "columns": str(refused)[:2000], "rows": 0}
+    return [{"rule": "whole files with the contract's columns", **found}]
+
+
+class IngestLog:
+    """Progress of reading and sorting a source: an artifact, and a log line every few seconds."""
+
+    def __init__(self) -> None:
+        self.artifact: Any = create_progress_artifact(0.0, key="ingest-progress", description="files read, rows in order")
+        self.told = time.monotonic()
+
+    def __call__(self, share: float, text: str) -> None:
+        if time.monotonic() - self.told > 5 or share >= 1:
+            self.told = time.monotonic()
+            get_run_logger().info("%3.0f %% %s", 100 * share, text)
+            update_progress_artifact(self.artifact, 100 * share)
 
 
 def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotion: str) -> None:

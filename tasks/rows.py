@@ -63,8 +63,8 @@ def stage_file(
     with contextlib.ExitStack() as stack:
         try:
             opened = stack.enter_context(pq.ParquetFile(file.path, page_checksum_verification=True))
-        except pa.ArrowException as error:
-            raise DataContractError(f"{file.name}: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise DataContractError(f"{file.name}: {error}; write it again or take it away") from error
         writer = stack.enter_context(raw_writer(folder / "rows.parquet", out_schema))
         aside_writer: pq.ParquetWriter | None = None
         batches = opened.iter_batches(batch_size=BATCH_ROWS, columns=columns)

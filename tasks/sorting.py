@@ -3,7 +3,8 @@ DuckDB, in bounded memory; whether a number is finite is not asked here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from tasks.staging import Staging
 
 FILE = "__file"
-PART_ROWS = 250_000  # about 230 MB of 229 columns: a store hands over a part whole
+BLOCK_ROWS = 65_536  # of a row group: 57 MiB of 229 columns
+PART_BLOCKS = 4  # row groups of a part: a store hands it over whole
 
 
 def _quote(name: str) -> str:
@@ -131,8 +133,10 @@ def write_quarantine(connection: duckdb.DuckDBPyConnection, staging: Staging) ->
     return path
 
 
-def write_sorted(connection: duckdb.DuckDBPyConnection, staging: Staging) -> tuple[list[Path], int]:
-    """The staged rows in order, in parts; how many."""
+def write_sorted(
+    connection: duckdb.DuckDBPyConnection, staging: Staging, written: Callable[[int], None]
+) -> tuple[list[Path], int]:
+    """The staged rows in order, in parts; how many. `written` is told the rows so far."""
     contract = staging.contract
     schema = staged_schema(contract)
     columns = ", ".join(_quote(name) for name in contract.columns)
@@ -142,23 +146,30 @@ def write_sorted(connection: duckdb.DuckDBPyConnection, staging: Staging) -> tup
     )
     if not connection.sql("SELECT count(*) FROM aside").fetchall()[0][0]:
         query = query.replace(f"ANTI JOIN aside USING ({FILE}, {ROW}) ", "")
-    reader = connection.sql(query).to_arrow_reader(65_536)
     parts: list[Path] = []
     rows = 0
-    writer: pq.ParquetWriter | None = None
-    in_part = 0
-    try:
-        for batch in reader:
-            if writer is None or in_part >= PART_ROWS:
-                if writer is not None:
-                    writer.close()
+    with contextlib.ExitStack() as stack:
+        for number, block in enumerate(_blocks(connection.sql(query).to_arrow_reader(BLOCK_ROWS))):
+            if number % PART_BLOCKS == 0:
+                stack.pop_all().close()
                 parts.append(staging.folder / f"part-{len(parts):05d}.parquet")
-                writer = part_writer(parts[-1], schema, contract)
-                in_part = 0
-            writer.write_table(pa.Table.from_batches([batch]).cast(schema))
-            rows += batch.num_rows
-            in_part += batch.num_rows
-    finally:
-        if writer is not None:
-            writer.close()
+                writer = stack.enter_context(part_writer(parts[-1], schema, contract))
+            writer.write_table(block.cast(schema))
+            rows += block.num_rows
+            written(rows)
     return parts, rows
+
+
+def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """All rows, BLOCK_ROWS at a time whatever the batches: the same rows are then the same bytes."""
+    held: list[pa.RecordBatch] = []
+    room = BLOCK_ROWS
+    for batch in batches:
+        while batch.num_rows >= room:
+            yield pa.Table.from_batches([*held, batch.slice(0, room)]).combine_chunks()
+            batch, held, room = batch.slice(room), [], BLOCK_ROWS
+        if batch.num_rows:
+            held.append(batch)
+            room -= batch.num_rows
+    if held:
+        yield pa.Table.from_batches(held).combine_chunks()

@@ -3,6 +3,7 @@ tasks/rows.py. Uses pyarrow, and boto3 for s3:// sources."""
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import glob
 import itertools
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -21,7 +23,7 @@ from tasks.expectations import DataContractError
 from tasks.s3 import S3Store
 from tasks.storage import open_store
 
-SUFFIXES = (".parquet", ".pq")
+SUFFIXES = (".parquet", ".parq", ".pq")
 
 
 class SourceFile(NamedTuple):
@@ -69,24 +71,37 @@ def list_sources(source: str | Sequence[str]) -> list[Path]:
         found = sorted(p for p in matches if p.is_file() and not any(map(_hidden, p.relative_to(fixed).parts)))
     if not found:
         raise DataContractError(f"{source}: no Parquet file there (names starting with '_' or '.' are skipped)")
+    if foreign := [os.fsencode(path) for path in found if not _utf8(path)]:
+        raise _all([f"{name!r} is not UTF-8: rename it" for name in foreign])
     return found
+
+
+def _all(problems: Sequence[str]) -> DataContractError:
+    """One error that names the first twenty problems, one a line."""
+    return DataContractError("\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else ())]))
+
+
+def _utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _hidden(name: str) -> bool:
     return name.startswith(("_", "."))
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Files below the folder. Links are followed, but never back to a folder that they are in."""
+    above = (*above, folder.resolve())
     for entry in os.scandir(folder):
-        try:
-            entry.name.encode()
-        except UnicodeEncodeError as error:
-            raise DataContractError(f"{folder}: the file name {os.fsencode(entry.name)!r} is not UTF-8: rename it") from error
         if _hidden(entry.name):
             continue
         if entry.is_dir():
-            yield from _walk(Path(entry.path))
-        elif entry.name.endswith(SUFFIXES):
+            if Path(entry.path).resolve() not in above:
+                yield from _walk(Path(entry.path), above)
+        elif entry.name.lower().endswith(SUFFIXES):
             yield Path(entry.path)
 
 
@@ -101,7 +116,7 @@ def _fetch(source: str, folder: Path) -> list[SourceFile]:
     for key in store.list(fixed):
         below = key[len(fixed) :].strip("/")
         inside = fnmatch.fnmatchcase(key, pattern) if magic else key == pattern or key.startswith(f"{pattern.rstrip('/')}/")
-        wanted = key == pattern or (key.endswith(SUFFIXES) and not any(map(_hidden, below.split("/"))))
+        wanted = key == pattern or (key.lower().endswith(SUFFIXES) and not any(map(_hidden, below.split("/"))))
         if (inside or not pattern) and wanted:
             keys.append(key)
     if not keys:
@@ -121,12 +136,41 @@ def footer(file: SourceFile) -> tuple[pa.Schema, int]:
         if size == 0:
             raise DataContractError(f"{file.name}: 0 bytes, not a Parquet file; write it again or take it away")
         with pq.ParquetFile(file.path) as opened:
+            if fault := _contradiction(opened, file.path):
+                raise DataContractError(f"{file.name}: the footer contradicts itself: {fault}; write it again or take it away")
             return opened.schema_arrow, int(opened.metadata.num_rows)
     except DataContractError:
         raise
     except Exception as error:
         reason = "encrypted" if "encrypt" in str(error).lower() else f"cut short or not Parquet ({size} bytes)"
         raise DataContractError(f"{file.name}: {reason}: {error}; write it again or take it away") from error
+
+
+def _contradiction(opened: pq.ParquetFile, path: Path) -> str | None:
+    """What cannot be true of a footer, which no checksum guards: one flipped bit drops rows, or reads doubles as floats."""
+    # By DuckDB: pyarrow ends the process where it meets some such chunks
+    found = duckdb.sql(
+        "SELECT m.path_in_schema, s.type, m.type, m.num_values, m.row_group_num_rows FROM parquet_metadata($1) m "
+        "JOIN parquet_schema($1) s ON s.name = m.path_in_schema WHERE s.num_children IS NULL AND "
+        "(s.type <> m.type OR (s.repetition_type <> 'REPEATED' AND m.num_values <> m.row_group_num_rows)) LIMIT 1",
+        params=[str(path)],
+    ).fetchall()
+    for name, kind, other, values, rows in found:
+        return f"column '{name}' is {kind} and {other}, with {values} values for {rows} rows"
+    footer = opened.metadata
+    rows = sum(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+    if rows != footer.num_rows:
+        return f"{footer.num_rows} rows, {rows} in its row groups"
+    written = (footer.metadata or {}).get(b"ARROW:schema")
+    before = pa.ipc.read_schema(pa.BufferReader(base64.b64decode(written))) if written else pa.schema([])
+    int96 = {c.path for c in map(opened.schema.column, range(footer.num_columns)) if c.physical_type == "INT96"}
+    units = {f.name: f.type.unit for f in before if pa.types.is_timestamp(f.type)}
+    for field in opened.schema_arrow:
+        # Writers make units coarser, never finer; int96 is always ns
+        finer = pa.types.is_timestamp(field.type) and field.type.unit == "ns" != units.get(field.name, "ns")
+        if finer and field.name not in int96:
+            return f"column '{field.name}' is in ns and in {units[field.name]}"
+    return None
 
 
 def footers(files: Sequence[SourceFile]) -> dict[SourceFile, tuple[pa.Schema, int]]:
@@ -139,7 +183,7 @@ def footers(files: Sequence[SourceFile]) -> dict[SourceFile, tuple[pa.Schema, in
         except DataContractError as error:
             problems.append(str(error))
     if problems:
-        raise DataContractError("\n  ".join(problems[:20]) + (f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""))
+        raise _all(problems)
     return found
 
 
@@ -209,9 +253,7 @@ def check_columns(
                     f"{file.name}: column '{name}' is {kind}, but {other[0]} in {other[1].path.name}; one type per column"
                 )
     if problems:
-        shown = "\n  ".join(problems[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise DataContractError(f"{len(problems)} columns do not fit the contract:\n  {shown}{more}\nwrite the files again")
+        raise DataContractError(f"{len(problems)} columns do not fit the contract:\n  {_all(problems)}\nwrite the files again")
     return resolved, tuple(sorted(names - set(resolved.columns)))
 
 

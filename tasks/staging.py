@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +29,13 @@ from tasks.sources import SourceFile, check_columns, footers, open_sources
 from tasks.storage import digest
 
 CACHE_VERSION = 1  # of the canonical form of a file: another number makes kept ones unknown
+CACHE_BYTES = 8 * 2**30
+"""Known files that are kept; the least recently used go first, never one that was used within the last hour."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+READING = 0.7
+"""Share of the work that is done when all files are read, for the bar alone."""
+
+Progress = Callable[[float, str], None]
 
 
 class DiskFullError(RuntimeError):
@@ -48,6 +56,7 @@ class StagedFiles(BaseModel):
     config: IngestConfig
     parts: tuple[str, ...]
     sources: dict[str, StoredFile]
+    source_rows: dict[str, int]
     read_rows: int
     rows: int
     quarantined_rows: int
@@ -88,9 +97,10 @@ def stage_parquet(
         for number, file in enumerate(files):
             staging.add(file, found[file][0], number)
             done += staging.sources[file.name].size
-            on_progress(0.7 * done / total, f"{number + 1} of {len(files)} files read")
-        staged = _arrange(staging, str(source), ignored)
-        on_progress(1.0, f"{staged.rows} rows in order")
+            on_progress(READING * done / total, f"{number + 1} of {len(files)} files read")
+        staged = _arrange(staging, str(source), ignored, on_progress)
+        if cache:
+            evict(cache, CACHE_BYTES)
     return staged
 
 
@@ -101,7 +111,8 @@ def _room(folder: Path, config: IngestConfig) -> Iterator[None]:
         yield
     except (OSError, duckdb.Error, pa.ArrowException) as error:
         text = str(error).lower()
-        if getattr(error, "errno", None) == errno.ENOSPC or "no space left" in text or "temp_directory" in text:
+        full = getattr(error, "errno", None) in FULL or any(os.strerror(n).lower() in text for n in FULL)
+        if full or "could not write" in text or "temp_directory" in text:
             free = shutil.disk_usage(folder).free
             raise DiskFullError(
                 f"{folder}: the disk is full ({free // 2**20} MiB free); nothing was stored. Free space, or name another "
@@ -125,7 +136,8 @@ class Staging:
         self.set_aside: list[tuple[str, Path]] = []
         self.names: list[str] = []
         self.sources: dict[str, StoredFile] = {}
-        self.read = self.known = 0
+        self.rows: dict[str, int] = {}
+        self.known = 0
         self.bad: dict[str, dict[str, dict[str, int]]] = {}
         self.left: Counts = {}
 
@@ -158,7 +170,7 @@ class Staging:
         self.sources[file.name] = before
         if staged.aside:
             self.set_aside.append((file.name, place / "aside.parquet"))
-        self.read += staged.rows
+        self.rows[file.name] = staged.rows
         for column, kinds in staged.bad.items():
             for kind, count in kinds.items():
                 self.bad.setdefault(column, {}).setdefault(kind, {})[file.name] = count
@@ -201,6 +213,20 @@ def _keep(staged: StagedFile, temporary: Path, place: Path) -> Path:
             shutil.rmtree(place, ignore_errors=True)
 
 
+def evict(cache: Path, limit: int) -> None:
+    """Remove the least recently used entries of the cache until it holds `limit` bytes, and what a killed process left."""
+    entries = []
+    for place in cache.iterdir():
+        with contextlib.suppress(OSError):  # another process evicts too
+            entries.append((place.stat().st_mtime, sum(p.stat().st_size for p in place.iterdir()), place))
+    held = sum(size for _, size, _ in entries)
+    for used, size, place in sorted(entries):
+        idle = time.time() - used > 3600
+        if idle and (held > limit or place.name.startswith(".")):
+            shutil.rmtree(place, ignore_errors=True)
+            held -= size
+
+
 def _kept(place: Path) -> StagedFile | None:
     """What is known of a staged file, or None unless every byte is what was written."""
     try:
@@ -213,7 +239,7 @@ def _kept(place: Path) -> StagedFile | None:
         return None
 
 
-def _arrange(staging: Staging, source: str, ignored: tuple[str, ...]) -> StagedFiles:
+def _arrange(staging: Staging, source: str, ignored: tuple[str, ...], on_progress: Progress) -> StagedFiles:
     """All staged rows in order, without those that a policy sets aside for what other rows say."""
     config, contract, folder = staging.config, staging.contract, staging.folder
     connection = open_duckdb(config, folder)
@@ -222,18 +248,24 @@ def _arrange(staging: Staging, source: str, ignored: tuple[str, ...]) -> StagedF
         changes = find_static_changes(connection, staging)
         moved = connection.sql("SELECT count(*) FROM aside").fetchall()[0][0]
         quarantine = write_quarantine(connection, staging) if moved or staging.set_aside else None
-        parts, rows = write_sorted(connection, staging)
+        total = sum(staging.rows.values())
+
+        def written(rows: int) -> None:
+            on_progress(READING + (1 - READING) * rows / total, f"{rows} of {total} rows in order")
+
+        parts, rows = write_sorted(connection, staging, written)
     finally:
         connection.close()
     for path in staging.raw:
         path.unlink()
-    aside = staging.read - rows
+    aside = total - rows
     if aside and (quarantine is None or pq.read_metadata(quarantine).num_rows != aside):
-        raise AssertionError(f"{rows} accepted and the quarantined rows are not the {staging.read} read")
+        raise AssertionError(f"{rows} accepted and the quarantined rows are not the {total} read")
     if not rows:
-        raise DataContractError(f"{source}: no good row is left of {staging.read}; {_worst(staging.bad)}")
+        raise DataContractError(f"{source}: no good row is left of {total}; {_worst(staging.bad)}")
     return StagedFiles(
-        contract=contract, config=config, parts=tuple(str(p) for p in parts), sources=staging.sources, read_rows=staging.read,
+        contract=contract, config=config, parts=tuple(str(p) for p in parts), sources=staging.sources, source_rows=staging.rows,
+        read_rows=total,
         rows=rows, quarantined_rows=aside, moved_rows=moved, quarantine=str(quarantine) if quarantine else None,
         ignored_columns=ignored, bad_values=staging.bad, left_values=staging.left, static_changes=changes,
         known_files=staging.known, future_rows=staging.future_rows, **twice,
