@@ -20,7 +20,7 @@ from models.manifest import Dataset, ModelManifest
 from tasks.artifacts import read_manifest
 from tasks.expectations import DataReport
 from tasks.leaks import with_line
-from tasks.report import COLOURS, INK, data_uri, svg_plot
+from tasks.report import COLOURS, INK, data_uri, legend_above, svg_plot
 from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore
 
 if TYPE_CHECKING:
@@ -343,9 +343,9 @@ def _movers(drift: Drift) -> str:
         axes.barh([f.feature for f in top], [f.psi for f in top], color=colours)
         axes.axvline(drift.threshold, color=INK, linestyle=":", label=f"threshold {drift.threshold:g}")
         axes.set_xlabel("PSI")
-        axes.legend(frameon=False, loc="lower right")
+        legend_above(axes)
 
-    return svg_plot(draw, (7.0, 0.6 + 0.17 * len(top)))
+    return svg_plot(draw, (7.0, 0.9 + 0.2 * len(top)))
 
 
 def _quantiles(drift: Drift) -> str:
@@ -356,6 +356,6 @@ def _quantiles(drift: Drift) -> str:
             axes.plot(100 * LEVELS, profile.features[name].quantiles, color=colour, label=label)
         axes.set_xlabel("per cent of rows")
         axes.set_ylabel(name)
-        axes.legend(frameon=False)
+        legend_above(axes)
 
     return svg_plot(draw)

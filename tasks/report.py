@@ -55,7 +55,7 @@ def svg_plot(draw: Callable[[Any], None], size: tuple[float, float] = (7.0, 3.0)
     return re.sub(r"\s*\n\s*", " ", out.getvalue())
 
 
-def _legend(axes: Any) -> None:
+def legend_above(axes: Any) -> None:
     """Above the plot, where it hides no line."""
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderpad=0)
 
@@ -80,7 +80,7 @@ def _loss_curve(result: TrainResult) -> str:
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("train loss", color=COLOURS[0])
-        _legend(axes)
+        legend_above(axes)
 
     return svg_plot(draw)
 
@@ -101,7 +101,7 @@ def _fan_charts(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(steps, sample["actual"], color=COLOURS[1], marker=".", label="actual")
             axes.set_xlabel("bars ahead")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            _legend(axes)
+            legend_above(axes)
 
         yield f"Forecast of {sample['series']} from {sample['origin']}", svg_plot(draw)
 
@@ -118,7 +118,7 @@ def _selection(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.barh([names[i] for i in top], means, color=COLOURS[0])
             axes.hlines(range(len(top)), low, high, color=COLOURS[1], linewidth=1.2, label="10th to 90th percentile of rows")
             axes.set_xlabel("mean selection weight")
-            _legend(axes)
+            legend_above(axes)
 
         yield f"Variable selection, {group} (largest 15)", svg_plot(draw, (7.0, 0.9 + 0.2 * len(top)))
 
@@ -139,7 +139,7 @@ def _attention(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.axvline(0.5, color=INK, linestyle=":")
         axes.set_xlabel("bar relative to the origin (0: the last known one)")
         axes.set_ylabel("mean attention")
-        _legend(axes)
+        legend_above(axes)
 
     yield f"Attention, mean of {found.windows} test windows", svg_plot(draw)
 
@@ -160,14 +160,14 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.set_xlabel("bars ahead")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("pinball saved, %")
-        _legend(axes)
+        legend_above(axes)
 
     def coverage(axes: Any) -> None:
         axes.plot(steps, test["coverage_by_step"], color=COLOURS[0], marker=".", label="outer band covers")
         axes.axhline(test["coverage"], color=INK, linestyle=":", label="all steps")
         axes.set_xlabel("bars ahead")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axes)
+        legend_above(axes)
 
     def calibration(axes: Any) -> None:
         promised = [float(name[1:]) / 100 for name in test["share_below"]]
@@ -175,7 +175,7 @@ def _by_step(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         axes.plot(promised, list(test["share_below"].values()), color=COLOURS[0], marker=".", label="found")
         axes.set_xlabel("share of actual values promised below the quantile")
         axes.set_ylabel("share found")
-        _legend(axes)
+        legend_above(axes)
 
     yield "Skill by step on the test block", svg_plot(skill)
     yield "Coverage by step on the test block", svg_plot(coverage)
@@ -196,7 +196,7 @@ def _other_trainings(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
                           label=skill.replace("_", " "))  # fmt: skip
             axes.axhline(0, color=INK, linestyle=":")
             axes.set_ylabel("pinball saved, %")
-            _legend(axes)
+            legend_above(axes)
 
         yield f"Skill of this run and of {title}", svg_plot(draw)
 
@@ -211,7 +211,7 @@ def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             axes.plot(range(len(values)), values, color=colour, label=name.replace("_", " "))
         axes.set_xlabel("test block")
         axes.set_ylabel("summed log return")
-        _legend(axes)
+        legend_above(axes)
 
     yield "Equity on the test block", svg_plot(draw)
 
@@ -386,7 +386,7 @@ def show_comparison(manifest: ModelManifest, decision: Decision) -> None:
         axes.axhline(0, color=INK, linestyle=":")
         axes.set_xlabel("share of the common bars")
         axes.set_ylabel("summed advantage")
-        _legend(axes)
+        legend_above(axes)
 
     verdict = "promoted" if decision.promoted else "not promoted"
     text = f"# {manifest.model} version {manifest.version} against {decision.champion}: {verdict}\n\n{decision.why}\n\n"

@@ -202,6 +202,19 @@ def test_a_training_cancelled_in_an_epoch_keeps_its_final_file_and_state_and_res
     assert finals["again"] == finals["whole"]
 
 
+@pytest.mark.slow
+def test_a_healthy_training_is_touched_by_no_automation(served, dataset):
+    """Longer than any of them waits, in one process that computes all the time."""
+    with served.client() as client:
+        endless = {**LONG["retrain-dqn"], "epochs": 100_000}
+        run_id = served.run("retrain-dqn/retrain-dqn", dataset=dataset, name="healthy", config=endless)
+        wait_for(lambda: "epoch=3/" in logs_of(client, client.read_flow_run(run_id)), 120, served.logs)
+        time.sleep(200)
+        run = client.read_flow_run(run_id)
+        assert (run.state.name, run.run_count) == ("Running", 1)
+        cancel(served, client, run_id)
+
+
 @contextlib.contextmanager
 def receiver():
     """A local web server that keeps what is posted to it; its address and what came."""
