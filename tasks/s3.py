@@ -145,7 +145,8 @@ class S3Store:
 
     def swap(self, key: str, data: bytes, etag: str | None) -> bool:
         condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
-        if not self._conditions_hold():
+        conditional = self._conditions_hold()
+        if not conditional:
             found = self.read_for_swap(key)
             if (found[1] if found else None) != etag:
                 return False
@@ -153,7 +154,6 @@ class S3Store:
         writer = uuid.uuid4().hex
         try:
             self._put(key, data, digest(data), condition, {"writer": writer})
-            return True
         except Exception as error:
             # The answer may be lost and the SDK's own retry refused: ours is the write that bears our mark. Bytes alone
             # would not tell, since two writers may well write the same ones.
@@ -167,6 +167,9 @@ class S3Store:
             if _code(error) in REFUSED_SWAP:
                 return False
             raise self._explained(error, key, "PutObject") from error
+        if not conditional:
+            self.check(key, digest(data))
+        return True
 
     # --- bytes up ---
 

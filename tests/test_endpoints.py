@@ -16,7 +16,7 @@ from tasks.artifacts import read_manifest, verify
 from tasks.garbage import collect
 from tasks.promotion import challenge
 from tasks.registry import promote, rollback
-from tasks.storage import ObjectMissing, StoreError, digest, open_store
+from tasks.storage import ArtifactIntegrityError, ObjectMissing, StoreError, digest, open_store
 
 POLICIES = Path(__file__).parent.parent / "deployments" / "policies"
 
@@ -76,6 +76,13 @@ def test_a_store_that_ignores_conditions_is_refused_unless_one_alone_writes(fres
     with pytest.raises(StoreError, match="other bytes"):
         store.put_if_absent("models/dqn/1/manifest.json", b"other")
     assert not store.swap("models/dqn/champion.json", b"x", '"0123"')
+
+    def second_writer(**_):
+        open_store(fresh).client.put_object(Bucket=store.bucket, Key=f"{store.prefix}/alias", Body=b"theirs")
+
+    store.client.meta.events.register_last("after-call.s3.PutObject", second_writer)
+    with pytest.raises(ArtifactIntegrityError, match="alias"):
+        store.swap("alias", b"mine", None)
 
 
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
