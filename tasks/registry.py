@@ -279,7 +279,7 @@ def _sources(store: ObjectStore, fingerprint: str) -> Iterator[tuple[str, dict[s
         if key.count("/") == 1 and key.endswith(".json"):
             record = json.loads(store.get(key))
             if record["dataset"] == fingerprint:
-                yield key, {path: StoredFile.model_validate(file) for path, file in record["sources"].items()}
+                yield key, {path: StoredFile(sha256=f["sha256"], size=f["size"]) for path, f in record["sources"].items()}
 
 
 def fetch(store: ObjectStore, model: str, which: int | Literal["champion"], folder: Path) -> ModelManifest:
