@@ -14,8 +14,9 @@ from models.features import FeatureContract
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 WEEK = 604_800_000_000
-USUAL = 0.5
-"""Share of the weeks of a series in which a bar of that weekday and time must be there to be expected."""
+USUAL = 0.85
+"""A bar is expected at a weekday and time that so large a share of the series' weeks hold, measured against its fullest times.
+Above two thirds: a session that moves by an hour for the winter is not missed in its summer hour."""
 
 
 class BarFacts(NamedTuple):
@@ -58,8 +59,8 @@ def _text(micros: int) -> str:
 def gaps_of(micros: NDArray[np.int64], gap_bars: int) -> tuple[float | None, list[tuple[int, int, int]]]:
     """The usual interval in seconds (None below three bars), and gaps: last bar before, first bar after, bars missing.
 
-    A bar is missing where its weekday and time of day hold a bar in at least half of the series' weeks (so nights, weekends
-    and closed sessions are no gaps) and more than `gap_bars` of them are missing in a row (so holidays are none).
+    A bar is missing where the other weeks of the series hold one (so nights, weekends and closed sessions are no gaps) and more
+    than `gap_bars` of them are missing in a row (so holidays are none). A single week does not say when it rests: no gaps.
     """
     if len(micros) < 3:
         return None, []
@@ -74,10 +75,8 @@ def gaps_of(micros: NDArray[np.int64], gap_bars: int) -> tuple[float | None, lis
     # Slots of a week, one usual interval long; a week holds at least one
     slots = max(1, round(WEEK / usual))
     slot_of = np.floor((micros % WEEK) * (slots / WEEK) + 1e-9).astype(np.int64) % slots
-    weeks = max(1.0, (micros[-1] - micros[0]) / WEEK)
-    filled = np.bincount(slot_of, minlength=slots) / weeks
-    # A series of less than two weeks does not say when it rests: every slot counts but those of its own weekly pattern
-    expected = filled >= USUAL if weeks >= 2 else np.ones(slots, bool)
+    filled = np.bincount(slot_of, minlength=slots) / len(np.unique(micros // WEEK))
+    expected = filled >= USUAL * np.quantile(filled[filled > 0], 0.9)
     through = np.concatenate([[0], np.cumsum(expected)])
     gaps = []
     for at in wide:

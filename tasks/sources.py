@@ -46,7 +46,10 @@ def open_sources(source: str | Sequence[str], folder: Path) -> list[SourceFile]:
     """
     if isinstance(source, str) and source.endswith(".txt") and Path(source).is_file():
         lines = [line.strip() for line in Path(source).read_text().splitlines()]
-        source = [line for line in lines if line and not line.startswith("#")]
+        listed = [line for line in lines if line and not line.startswith("#")]
+        if not listed:
+            raise DataContractError(f"{source}: no Parquet file is named there, one a line")
+        source = listed
     if not isinstance(source, str):
         return sorted({file for item in source for file in open_sources(item, folder)})
     if source.startswith("s3://"):
@@ -129,14 +132,14 @@ def _fetch(source: str, folder: Path) -> list[SourceFile]:
     return found
 
 
-def footer(file: SourceFile) -> tuple[pa.Schema, int]:
+def footer(file: SourceFile, connection: duckdb.DuckDBPyConnection) -> tuple[pa.Schema, int]:
     """Schema and rows of one file. Raises DataContractError that names it when it is no whole Parquet file."""
     try:
         size = file.path.stat().st_size
         if size == 0:
             raise DataContractError(f"{file.name}: 0 bytes, not a Parquet file; write it again or take it away")
         with pq.ParquetFile(file.path) as opened:
-            if fault := _contradiction(opened, file.path):
+            if fault := _contradiction(opened, file.path, connection):
                 raise DataContractError(f"{file.name}: the footer contradicts itself: {fault}; write it again or take it away")
             return opened.schema_arrow, int(opened.metadata.num_rows)
     except DataContractError:
@@ -146,14 +149,15 @@ def footer(file: SourceFile) -> tuple[pa.Schema, int]:
         raise DataContractError(f"{file.name}: {reason}: {error}; write it again or take it away") from error
 
 
-def _contradiction(opened: pq.ParquetFile, path: Path) -> str | None:
+def _contradiction(opened: pq.ParquetFile, path: Path, connection: duckdb.DuckDBPyConnection) -> str | None:
     """What cannot be true of a footer, which no checksum guards: one flipped bit drops rows, or reads doubles as floats."""
     # By DuckDB: pyarrow ends the process where it meets some such chunks
-    found = duckdb.sql(
-        "SELECT m.path_in_schema, s.type, m.type, m.num_values, m.row_group_num_rows FROM parquet_metadata($1) m "
-        "JOIN parquet_schema($1) s ON s.name = m.path_in_schema WHERE s.num_children IS NULL AND "
-        "(s.type <> m.type OR (s.repetition_type <> 'REPEATED' AND m.num_values <> m.row_group_num_rows)) LIMIT 1",
-        params=[str(path)],
+    found = connection.execute(
+        "SELECT s.name, s.type, m.type, m.num_values, m.row_group_num_rows FROM parquet_metadata($1) m JOIN "
+        "(SELECT *, row_number() OVER () - 1 AS leaf FROM parquet_schema($1) WHERE num_children IS NULL) s "
+        "ON s.leaf = m.column_id AND s.name = m.path_in_schema "
+        "WHERE s.type <> m.type OR (s.repetition_type <> 'REPEATED' AND m.num_values <> m.row_group_num_rows) LIMIT 1",
+        [str(path)],
     ).fetchall()
     for name, kind, other, values, rows in found:
         return f"column '{name}' is {kind} and {other}, with {values} values for {rows} rows"
@@ -177,11 +181,12 @@ def footers(files: Sequence[SourceFile]) -> dict[SourceFile, tuple[pa.Schema, in
     """Schema and rows by file. Raises DataContractError that names every file without a readable footer."""
     found: dict[SourceFile, tuple[pa.Schema, int]] = {}
     problems = []
-    for file in files:
-        try:
-            found[file] = footer(file)
-        except DataContractError as error:
-            problems.append(str(error))
+    with duckdb.connect() as connection:  # of its own: another would answer from its cache of footers
+        for file in files:
+            try:
+                found[file] = footer(file, connection)
+            except DataContractError as error:
+                problems.append(str(error))
     if problems:
         raise _all(problems)
     return found
