@@ -133,16 +133,27 @@ class WindowDataset:
         origins = first[:, None] + np.arange(windows)
         valid = origins <= last[:, None]
         series = self.series
-        back = first[:, None] + np.arange(1 - self.context, windows)
         ahead = first[:, None] + np.arange(1, windows + self.horizon)
         return WindowBatch(
             series=which,
             origins=np.minimum(origins, last[:, None]),
             valid=valid,
             static=series.static[which],
-            historical=series.historical[np.minimum(back, last[:, None])],
-            future=series.future[np.minimum(ahead, last[:, None] + self.horizon)],
+            historical=self._history(first - self.context + 1, last, self.context + windows - 1),
+            future=np.asarray(series.future)[np.minimum(ahead, last[:, None] + self.horizon)],
         )
+
+    def _history(self, first: NDArray[np.int64], last: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
+        """`rows` rows from each `first` on, [S, rows, 210]; rows after `last` repeat it. The rows of a start lie side by side and
+        are copied at once: an index per row takes half as long again."""
+        table = np.asarray(self.series.historical)  # a slice of a memmap is ten times as slow to make
+        out = np.empty((len(first), rows, table.shape[1]), table.dtype)
+        ends = np.minimum(first + rows, last + 1)
+        for i, (start, end) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
+            out[i, : end - start] = table[start:end]
+        for i in map(int, np.flatnonzero(ends < first + rows)):
+            out[i, ends[i] - first[i] :] = table[last[i]]
+        return out
 
     def target_rows(self, batch: WindowBatch) -> NDArray[np.int64]:
         """Global rows of the target values, [S, K, H]."""

@@ -60,7 +60,7 @@ class Block(NamedTuple):
     starts: NDArray[np.int64]  # first row of every series in it
     times: NDArray[np.int64]  # [n] microseconds
     price: Floats  # [n]
-    features: Callable[[NDArray[np.int64]], Floats]
+    features: Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
 
 
 class _Sample(NamedTuple):
@@ -157,11 +157,9 @@ def read_blocks(parts: Sequence[str], contract: FeatureContract, seed: int = 0) 
         entity = table[contract.entity].combine_chunks()
         changes = pc.fill_null(pc.not_equal(entity[1:], entity[:-1]), True).to_numpy(zero_copy_only=False)
 
-        def features(rows: NDArray[np.int64], table: Any = table) -> Floats:
-            known = table.take(rows)
-            ahead = table.take(np.minimum(rows + 1, table.num_rows - 1))
-            columns = [*(known[n] for n in historical), *(ahead[n] for n in future)]
-            return np.stack([c.to_numpy().astype(np.float64) for c in columns], axis=1)
+        def features(rows: NDArray[np.int64], table: Any = table) -> NDArray[np.floating[Any]]:
+            ahead = np.minimum(rows + 1, table.num_rows - 1)
+            return np.stack([table[n].to_numpy()[at] for of, at in ((historical, rows), (future, ahead)) for n in of], axis=1)
 
         yield Block(
             starts=np.concatenate([[0], np.flatnonzero(changes) + 1]).astype(np.int64),
@@ -202,7 +200,7 @@ def _sample(block: Block, count: int, random: np.random.Generator) -> _Sample | 
         inside = left[rows] >= bars if ahead else place[rows] >= bars
         return np.where(inside, total[np.minimum(last, n - 1)] - total[np.maximum(first, 0)], np.nan)
 
-    values = block.features(rows)
+    values = block.features(rows).astype(np.float64)
     steps = np.diff(block.times)[place[1:] > 0]
     return _Sample(
         values=values, changes=values - block.features(rows - 1), times=block.times[rows],
