@@ -117,12 +117,19 @@ def profile(staged: StagedFiles) -> Profile:
         quoted = {name: '"' + name.replace('"', '""') + '"' for name in contract.columns}
         entity, moment = quoted[contract.entity], quoted[contract.timestamp]
         sql = [profile_sql(entity, moment, [quoted[n] for n in numeric])]
-        values = connection.sql(sql[0]).fetchall()[0]
+        values = list(connection.sql(sql[0]).fetchall()[0])
+        # NaN is DuckDB's largest number: where values are not finite, min and max are asked for again, of those that are
+        odd = [at for at in range(len(numeric)) if values[3 + 4 * at] != values[4 + 4 * at]]
+        if odd:
+            sql.append(finite_sql([quoted[numeric[at]] for at in odd]))
+            bounds = connection.sql(sql[-1]).fetchall()[0]
+            for i, at in enumerate(odd):
+                values[5 + 4 * at : 7 + 4 * at] = bounds[2 * i : 2 * i + 2]
         changing = dict.fromkeys(static, 0)
         if static:
             per_series = ", ".join(f"count(DISTINCT {quoted[n]}) > 1" for n in static)
             sql.append(f"SELECT {per_series} FROM staged GROUP BY {entity}")
-            rows = connection.sql(sql[1]).fetchall()
+            rows = connection.sql(sql[-1]).fetchall()
             changing = {name: sum(bool(row[i]) for row in rows) for i, name in enumerate(static)}
     finally:
         connection.close()
@@ -154,9 +161,14 @@ def profile_sql(entity: str, moment: str, numbers: list[str]) -> str:
     """The one query over all columns (names quoted): rows, and count, finite count, min and max of every number."""
     wanted = ["count(*)", f"count({entity})", f"count({moment})"]
     for name in numbers:
-        finite = f"CASE WHEN isfinite({name}) THEN {name} END"
-        wanted += [f"count({name})", f"count({finite})", f"min({finite})", f"max({finite})"]
+        wanted += [f"count({name})", f"coalesce(sum(CAST(isfinite({name}) AS INT)), 0)", f"min({name})", f"max({name})"]
     return f"SELECT {', '.join(wanted)} FROM staged"
+
+
+def finite_sql(numbers: list[str]) -> str:
+    """Min and max of the finite values of some columns: one CASE costs as much as all else that is asked of a column."""
+    finite = [f"CASE WHEN isfinite({name}) THEN {name} END" for name in numbers]
+    return f"SELECT {', '.join(f'min({x}), max({x})' for x in finite)} FROM staged"
 
 
 def _agree(name: str, what: str, sql: int, numpy: int, staged: StagedFiles) -> None:
