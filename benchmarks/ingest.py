@@ -4,12 +4,13 @@ python -m benchmarks.ingest [--quick] [--large] [--json]; polars is measured whe
 
 Sizes are 50,000 and 500,000 rows (--quick: 5,000 and 50,000; --large: 500,000 and 5,000,000), fifty series, one Parquet file per
 50,000 rows. Every measurement is a process of its own on the sorted parts that staging has written; they alternate, round by
-round, and imports are not counted. The bare scan is DuckDB's sum of every column. `profile` is the gate's pass with all its
-queries, `quantiles` the same with the sampled quantiles of drift, `leaks` the leak check, `store` Parquet to the row-major window
-store, `gate` Great Expectations' suite over the profile. Peers compute the same counts, minima and maxima of every column: polars
-by its streaming engine, pandas from a table in memory. CPU seconds of all threads; peaks are of memory that is the process's own
-(mapped files and the page cache come back to the system by themselves), sampled every 10 ms. rss_growth_mib is the largest growth
-of a stage's peak from the smaller to the larger size, over_limit_mib the largest peak beyond DuckDB's limit (512 MiB).
+round; imports are not counted, and of two runs in a process the quicker one counts (`stage` runs once). The bare scan is
+DuckDB's sum of every column. `profile` is the gate's pass with all its queries, `quantiles` the same with the sampled quantiles
+of drift, `leaks` the leak check, `store` Parquet to the row-major window store, `gate` Great Expectations' suite over the
+profile. Peers compute the same counts, minima and maxima of every column: polars by its streaming engine, pandas from a table in
+memory. CPU seconds of all threads; peaks are of memory that is the process's own (mapped files and the page cache come back to
+the system by themselves), sampled every 10 ms. rss_growth_mib is the largest growth of a stage's peak from the smaller to the
+larger size, over_limit_mib the largest peak beyond DuckDB's limit (512 MiB).
 """
 
 from __future__ import annotations
@@ -107,9 +108,6 @@ def profile(folder: Path) -> Callable[[], None]:
     from tasks import expectations
 
     staged = staged_files(folder)
-    import duckdb  # noqa: F401
-    import pyarrow.dataset  # noqa: F401
-
     return lambda: print(len(expectations.profile(staged).columns), file=sys.stderr)
 
 
@@ -126,8 +124,6 @@ def quantiles(folder: Path) -> Callable[[], None]:
 
 
 def leaks(folder: Path) -> Callable[[], None]:
-    import pandas  # noqa: F401
-
     from tasks.leaks import find_leaks, read_blocks
 
     staged = staged_files(folder)
@@ -213,15 +209,23 @@ class Peak(threading.Thread):
 
 
 def one(name: str, folder: Path) -> None:
+    import duckdb  # noqa: F401  (pyarrow and DuckDB load pandas late)
+    import pandas  # noqa: F401
+    import pyarrow.compute
+    import pyarrow.dataset  # noqa: F401
+
     run = MEASURED[name](folder)
     peak = Peak()
     peak.start()
-    cpu, wall = time.process_time(), time.perf_counter()
-    run()
-    spent = {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+    spent: list[tuple[float, float]] = []
+    for _ in range(1 if name == "stage" else 2):  # the first time memory is new to the process
+        cpu, wall = time.process_time(), time.perf_counter()
+        run()
+        spent.append((time.process_time() - cpu, time.perf_counter() - wall))
     peak.ended.set()
     peak.join()
-    print(json.dumps({**spent, "mib": peak.mib}))
+    cpu, wall = min(spent)
+    print(json.dumps({"cpu": cpu, "wall": wall, "mib": peak.mib}))
 
 
 # --- all of them ---------------------------------------------------------------------------------------------------
@@ -279,7 +283,7 @@ def main() -> None:
         return
     sizes = [5_000, 50_000] if options.quick else [500_000, 5_000_000] if options.large else [50_000, 500_000]
     packages = ("duckdb", "pyarrow", "great-expectations", "numpy", "pandas")
-    show("ingest", measure(sizes, 1 if options.quick else 3), TARGETS, packages, options.json)
+    show("ingest", measure(sizes, 1 if options.quick else 2), TARGETS, packages, options.json)
 
 
 if __name__ == "__main__":
