@@ -193,7 +193,7 @@ def quantile_profile(parts: Sequence[str], contract: FeatureContract, after: int
     numbers: dict[str, int] = {}
     for part in parts:
         with pq.ParquetFile(part) as file:
-            for batch in file.iter_batches(65_536, columns=[contract.entity, contract.timestamp, *names]):
+            for batch in file.iter_batches(16_384, columns=[contract.entity, contract.timestamp, *names]):
                 if any(column.null_count for column in batch.columns):
                     batch = batch.drop_null()  # rows to predict hold no history
                 moments = batch[contract.timestamp].cast("int64").to_numpy()
