@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from models.config import Split
@@ -145,14 +146,17 @@ class WindowDataset:
 
     def _history(self, first: NDArray[np.int64], last: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
         """`rows` rows from each `first` on, [S, rows, 210]; rows after `last` repeat it. The rows of a start lie side by side and
-        are copied at once: an index per row takes half as long again."""
-        table = np.asarray(self.series.historical)  # a slice of a memmap is ten times as slow to make
-        out = np.empty((len(first), rows, table.shape[1]), table.dtype)
-        ends = np.minimum(first + rows, last + 1)
-        for i, (start, end) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
-            out[i, : end - start] = table[start:end]
-        for i in map(int, np.flatnonzero(ends < first + rows)):
-            out[i, ends[i] - first[i] :] = table[last[i]]
+        are copied at once, from a view of all stretches: an index per row takes half as long again."""
+        table = np.asarray(self.series.historical)
+        stretches, (down, across) = len(table) - rows + 1, table.strides
+        if stretches > 0:
+            view = as_strided(table, (stretches, rows, table.shape[1]), (down, down, across), writeable=False)
+            out = view[np.minimum(first, stretches - 1)]
+        else:
+            out = np.empty((len(first), rows, table.shape[1]), table.dtype)
+        for i in map(int, np.flatnonzero(last + 1 < first + rows)):
+            found = table[first[i] : last[i] + 1]
+            out[i, : len(found)], out[i, len(found) :] = found, found[-1]
         return out
 
     def target_rows(self, batch: WindowBatch) -> NDArray[np.int64]:
