@@ -133,7 +133,15 @@ def _exit_code(error: BaseException) -> int:
         return 3
     if names & {"ArtifactIntegrityError", "CheckpointError", "StoreConflict"}:
         return 4
-    if names & {"CycloptsError", "ValidationError", "ContractError", "UsageError", "ParameterTypeError", "MemoryBudgetError"}:
+    if names & {
+        "CycloptsError",
+        "ValidationError",
+        "ContractError",
+        "UsageError",
+        "ParameterTypeError",
+        "MemoryBudgetError",
+        "SuiteError",
+    }:
         return 2
     return 1
 

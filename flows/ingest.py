@@ -17,16 +17,18 @@ from models.features import MARKET_FEATURES, FeatureContract
 from models.manifest import Dataset, StoredFile
 from models.tft.config import TFTConfig
 from tasks import default_store, forecastle_home
-from tasks.datasets import write_dataset
+from tasks.datasets import ingest_record, write_dataset
 from tasks.drift import check_drift, keep_profile, show_drift
 from tasks.expectations import DataContractError, validate_features
 from tasks.leaks import check_leaks
-from tasks.report import IngestLog, show_validation, whole_source_refused
+from tasks.report import IngestLog, link_data_docs, show_validation, whole_source_refused
 from tasks.run_record import stop_crash_loop
 from tasks.staging import stage_parquet
 from tasks.storage import StoreError, open_store
+from tasks.suites import check_suites
 
 stage = task(name="stage-parquet", cache_policy=NO_CACHE)(stage_parquet)
+run_suites = task(name="run-suites", cache_policy=NO_CACHE)(check_suites)
 look_for_leaks = task(name="check-leaks", cache_policy=NO_CACHE)(check_leaks)
 look_for_drift = task(name="check-drift", cache_policy=NO_CACHE)(check_drift)
 validate = task(name="validate-features", cache_policy=NO_CACHE)(validate_features)
@@ -51,6 +53,7 @@ class IngestReport(BaseModel):
     skipped_series: list[str]
     quarantined_rows: int
     files: dict[str, StoredFile]
+    data_docs: str
 
 
 @flow(name="ingest", flow_run_name="ingest[{source}]", persist_result=False)
@@ -74,7 +77,8 @@ def ingest(
     with tempfile.TemporaryDirectory(prefix="forecastle-", dir=config.spill_folder) as folder:
         try:
             staged = stage(source, wanted, config, Path(folder), cache=known, on_progress=IngestLog())
-            report, drift = look_for_drift(staged, look_for_leaks(staged, validate(staged)), opened)
+            report = look_for_leaks(staged, run_suites(staged, validate(staged)))
+            report, drift = look_for_drift(staged, report, opened)
         except DataContractError as refused:
             show_validation(refused.table or whole_source_refused(refused), source)  # with the failing features by name
             raise
@@ -83,6 +87,8 @@ def ingest(
             if line["result"] == "warning":
                 get_run_logger().warning("%s: %s", line["rule"], line["columns"] or line["rows"])
         dataset, uri = write(staged, report, opened)
+    docs = f"{opened.uri.rstrip('/')}/ingests/{ingest_record(staged, report, dataset.fingerprint)[0]}/docs/index.html"
+    link_data_docs(docs, source)
     keep(opened, dataset.fingerprint, drift.profile)
     show_drift(drift, source)
     about = {
@@ -103,6 +109,7 @@ def ingest(
         skipped_series=too_short(dataset),
         quarantined_rows=staged.quarantined_rows,
         files=staged.sources,
+        data_docs=docs,
     )
 
 

@@ -79,6 +79,7 @@ POLICIES: dict[str, tuple[Policy, ...]] = {
     "stale": ("refuse", "warn"),
     "leak": ("warn", "refuse"),
     "drift": ("warn", "refuse"),
+    "suite": ("refuse", "warn"),
 }
 """What may be done about each rule; the first is done by default. A missing number can never be warned about alone: nothing
 could be trained on it."""
@@ -107,6 +108,7 @@ class IngestConfig(BaseModel):
     rules: dict[str, Policy] = Field({}, description="What to do about a rule, where on_bad_rows does not suit.")
     stale_after_days: float | None = Field(None, gt=0, description="Oldest that a series' last bar may be; none: any age.")
     gap_bars: int = Field(10, ge=1, description="Usual bars that may be missing in a row before it is a gap.")
+    suites: tuple[str, ...] = Field((), description="Great Expectations suites (JSON) or project folders to run as well.")
     leak_check: bool = Field(True, description="Ask a sample of rows whether a feature tells of bars to come.")
     builder: FeatureBuilder | None = Field(None, description="Build the features again from fewer bars and compare.")
     drift_threshold: float = Field(0.25, gt=0, description="PSI beyond which a feature is no longer like the champion's.")

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from models.config import Split
@@ -133,16 +134,30 @@ class WindowDataset:
         origins = first[:, None] + np.arange(windows)
         valid = origins <= last[:, None]
         series = self.series
-        back = first[:, None] + np.arange(1 - self.context, windows)
         ahead = first[:, None] + np.arange(1, windows + self.horizon)
         return WindowBatch(
             series=which,
             origins=np.minimum(origins, last[:, None]),
             valid=valid,
             static=series.static[which],
-            historical=series.historical[np.minimum(back, last[:, None])],
-            future=series.future[np.minimum(ahead, last[:, None] + self.horizon)],
+            historical=self._history(first - self.context + 1, last, self.context + windows - 1),
+            future=np.asarray(series.future)[np.minimum(ahead, last[:, None] + self.horizon)],
         )
+
+    def _history(self, first: NDArray[np.int64], last: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
+        """`rows` rows from each `first` on, [S, rows, 210]; rows after `last` repeat it. The rows of a start lie side by side and
+        are copied at once, from a view of all stretches: an index per row takes half as long again."""
+        table = np.asarray(self.series.historical)
+        stretches, (down, across) = len(table) - rows + 1, table.strides
+        if stretches > 0:
+            view = as_strided(table, (stretches, rows, table.shape[1]), (down, down, across), writeable=False)
+            out = view[np.minimum(first, stretches - 1)]
+        else:
+            out = np.empty((len(first), rows, table.shape[1]), table.dtype)
+        for i in map(int, np.flatnonzero(last + 1 < first + rows)):
+            found = table[first[i] : last[i] + 1]
+            out[i, : len(found)], out[i, len(found) :] = found, found[-1]
+        return out
 
     def target_rows(self, batch: WindowBatch) -> NDArray[np.int64]:
         """Global rows of the target values, [S, K, H]."""

@@ -116,8 +116,9 @@ def _stored_dataset(store: ObjectStore, place: str) -> Dataset:
     return dataset
 
 
-def _write_ingest(staged: StagedFiles, report: DataReport, store: ObjectStore, dataset: str) -> None:
-    """`ingests/<id>.json`: which files the rows came in, what was set aside, what every rule found."""
+def ingest_record(staged: StagedFiles, report: DataReport, dataset: str) -> tuple[str, bytes]:
+    """The id of an ingest, and what `ingests/<id>.json` holds: which files the rows came in, what was set aside, what every rule
+    found."""
     record: dict[str, Any] = {
         "dataset": dataset,
         "sources": {p: {**file.model_dump(), "rows": staged.source_rows[p]} for p, file in sorted(staged.sources.items())},
@@ -127,14 +128,20 @@ def _write_ingest(staged: StagedFiles, report: DataReport, store: ObjectStore, d
         "ignored_columns": staged.ignored_columns,
         "rules": report.table,
     }
-    number = hashlib.sha256(canonical_json(record).encode()).hexdigest()[:32]
+    data = canonical_json(record).encode()
+    return hashlib.sha256(data).hexdigest()[:32], data
+
+
+def _write_ingest(staged: StagedFiles, report: DataReport, store: ObjectStore, dataset: str) -> None:
+    """The record, with the quarantined rows and the Data Docs below it."""
+    number, data = ingest_record(staged, report, dataset)
     if staged.quarantine:
         _put_unless_there(store, f"ingests/{number}/quarantine.parquet", Path(staged.quarantine))
     if report.data_docs:
         for path in sorted(p for p in Path(report.data_docs).rglob("*") if p.is_file()):
             key = path.relative_to(report.data_docs).as_posix()
             _put_unless_there(store, f"ingests/{number}/docs/{key}", path)
-    store.put_if_absent(f"ingests/{number}.json", canonical_json(record).encode())
+    store.put_if_absent(f"ingests/{number}.json", data)
 
 
 def _put_unless_there(store: ObjectStore, key: str, path: Path) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LEVELS = np.linspace(0, 1, 101)
 BINS = 10  # of the reference, by tenths; one more on each side for what it never saw
 EMPTY = 1e-4  # share that stands for none
-SAMPLE_ROWS = 20_000
+SAMPLE_ROWS = 10_000
 NEW_ROWS = 200  # so many bars after the champion's last one are compared alone; fewer with all others
 FALSE_ALARM = 1e-3  # chance that a source like the champion's is called drifted
 SHOWN = 15
@@ -178,7 +178,6 @@ def tell_drift(staged: StagedFiles, manifest: ModelManifest, store: ObjectStore)
 
 def quantile_profile(parts: Sequence[str], contract: FeatureContract, after: int | None = None) -> QuantileProfile:
     """The profile of all rows, or of those later than `after` (microseconds), from one pass that samples SAMPLE_ROWS of them."""
-    import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
@@ -186,33 +185,43 @@ def quantile_profile(parts: Sequence[str], contract: FeatureContract, after: int
     names = [*groups["static"], *groups["historical"]]
     total = _count(parts, contract, after)
     random = np.random.default_rng(0)
-    kept: list[Any] = []
-    before: list[Any] = []
+    # By column: values of the sampled rows and of the rows before them (the same where a series begins)
+    sample: list[NDArray[np.float64]] = []
     times: list[NDArray[np.int64]] = []
+    codes: list[NDArray[np.int64]] = []
+    moved: list[NDArray[np.bool_]] = []
+    numbers: dict[str, int] = {}
     for part in parts:
         with pq.ParquetFile(part) as file:
-            for batch in file.iter_batches(65_536, columns=[contract.entity, contract.timestamp, *names]):
-                batch = batch.drop_null()  # rows to predict hold no history
+            for batch in file.iter_batches(16_384, columns=[contract.entity, contract.timestamp, *names]):
+                if any(column.null_count for column in batch.columns):
+                    batch = batch.drop_null()  # rows to predict hold no history
                 moments = batch[contract.timestamp].cast("int64").to_numpy()
                 wanted = random.random(len(moments)) < SAMPLE_ROWS / total
-                wanted &= moments > after if after is not None else True
-                rows = np.flatnonzero(wanted)
+                rows = np.flatnonzero(wanted & (moments > after) if after is not None else wanted)
                 if not len(rows):
                     continue
-                entity = batch[contract.entity]
+                series = pc.dictionary_encode(batch[contract.entity])
+                known = [numbers.setdefault(name, len(numbers)) for name in series.dictionary.to_pylist()]
+                series = np.array(known)[series.indices.to_numpy()]
                 earlier = np.maximum(rows - 1, 0)
-                same = (rows > 0) & pc.equal(entity.take(rows), entity.take(earlier)).to_numpy(zero_copy_only=False)
-                kept.append(batch.take(pa.array(rows)))
-                before.append(batch.take(pa.array(np.where(same, earlier, rows))))
+                same = (rows > 0) & (series[rows] == series[earlier])
+                both = np.stack([rows, np.where(same, earlier, rows)])
+                sample.append(np.stack([batch[name].to_numpy()[both] for name in names]).astype(np.float64))
                 times.append(moments[rows])
-    table, previous = pa.Table.from_batches(kept), pa.Table.from_batches(before)
-    codes = table[contract.entity].combine_chunks().dictionary_encode().indices.to_numpy()
-    moved = ~np.equal(*(t[contract.timestamp].cast("int64").to_numpy() for t in (table, previous)))
-    features = {}
-    for name in names:
-        values, earlier = (t[name].to_numpy().astype(np.float64) for t in (table, previous))
-        quantiles = np.quantile(values, LEVELS, method="inverted_cdf")  # values that occur: steps of a discrete one stay steps
-        features[name] = FeatureProfile(quantiles=tuple(quantiles.tolist()), freshness=_freshness(values, earlier, moved, codes))
+                codes.append(series[rows])
+                moved.append(same)
+    values = np.concatenate(sample, axis=2)  # [features, 2, rows]
+    # Values that occur (inverted_cdf): the steps of a discrete feature stay steps
+    ordered = np.sort(values[:, 0], axis=1)
+    places = np.maximum(-(np.arange(len(LEVELS)) * -ordered.shape[1] // 100) - 1, 0)
+    apart, of = np.concatenate(moved), np.concatenate(codes)
+    features = {
+        name: FeatureProfile(
+            quantiles=tuple(ordered[i, places].tolist()), freshness=_freshness(values[i, 0], values[i, 1], apart, of)
+        )
+        for i, name in enumerate(names)
+    }
     return QuantileProfile(rows=total, instants=_instants(np.concatenate(times), total), features=features)
 
 

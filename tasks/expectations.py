@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,32 +104,44 @@ class Profile(NamedTuple):
 
 def profile(staged: StagedFiles) -> Profile:
     """Counts, min and max of every column, facts of every series and of the keys. DuckDB aggregates in one pass over the
-    staged parts; values that are no numbers were counted by NumPy while staging, and both must agree."""
+    staged parts; values that are no numbers were counted by NumPy while staging, and both must agree. Min and max stand in the
+    footers that staging has written: only of columns whose sum is no number are they asked for again."""
     import duckdb
-    import pyarrow.dataset as ds
 
     contract = staged.contract
     numeric = [n for n in contract.columns if n not in (contract.entity, contract.timestamp)]
     static = sorted(contract.groups()["static"])
     connection = duckdb.connect(config={"memory_limit": staged.config.memory_limit, "threads": staged.config.threads})
+    sql: list[str] = []
+
+    def ask(query: str, columns: list[str]) -> list[tuple[Any, ...]]:
+        # Read through Arrow: DuckDB's own Parquet reader trusts statistics that leave NaN out
+        connection.register("staged", _reader(staged.parts, columns))
+        sql.append(query)
+        return connection.sql(query).fetchall()
+
     try:
         connection.execute("SET enable_progress_bar = false")
-        # Read through Arrow: DuckDB's own Parquet reader trusts statistics that leave NaN out
-        connection.register("staged", ds.dataset(list(staged.parts)))
         quoted = {name: '"' + name.replace('"', '""') + '"' for name in contract.columns}
         entity, moment = quoted[contract.entity], quoted[contract.timestamp]
-        sql = [profile_sql(entity, moment, [quoted[n] for n in numeric])]
-        values = connection.sql(sql[0]).fetchall()[0]
+        total, *counts = ask(profile_sql(entity, moment, [quoted[n] for n in numeric]), list(contract.columns))[0]
+        present = dict(zip((contract.entity, contract.timestamp), counts[:2], strict=True))
+        present |= dict(zip(numeric, counts[2::2], strict=True))
+        bounds = _footer_bounds(staged.parts, numeric)
+        finite = dict(present)
+        odd = [n for n, sum_ in zip(numeric, counts[3::2], strict=True) if sum_ is not None and not isfinite(sum_)]
+        odd += [n for n in numeric if present[n] and n not in bounds and n not in odd]
+        if odd:
+            found = ask(finite_sql([quoted[n] for n in odd]), odd)[0]
+            finite |= dict(zip(odd, found[::3], strict=True))
+            bounds |= {n: (found[3 * i + 1], found[3 * i + 2]) for i, n in enumerate(odd)}
         changing = dict.fromkeys(static, 0)
         if static:
             per_series = ", ".join(f"count(DISTINCT {quoted[n]}) > 1" for n in static)
-            sql.append(f"SELECT {per_series} FROM staged GROUP BY {entity}")
-            rows = connection.sql(sql[1]).fetchall()
+            rows = ask(f"SELECT {per_series} FROM staged GROUP BY {entity}", [contract.entity, *static])
             changing = {name: sum(bool(row[i]) for row in rows) for i, name in enumerate(static)}
     finally:
         connection.close()
-    total = values[0]
-    present = {contract.entity: values[1], contract.timestamp: values[2]}
     bad = {c: {k: sum(f.values()) for k, f in kinds.items()} for c, kinds in staged.bad_values.items()}
     table, judged = [], []
     for at, name in enumerate((contract.entity, contract.timestamp, *numeric)):
@@ -135,9 +149,8 @@ def profile(staged: StagedFiles) -> Profile:
         left = {c: staged.left_values.get(name, {}).get(k, 0) for c, k in KINDS.items()}
         row |= {"min": 0.0, "max": 0.0, "changing": changing.get(name, 0)}
         if at >= 2:
-            present[name], finite, low, high = values[3 + 4 * (at - 2) : 7 + 4 * (at - 2)]
-            row |= {"min": float(low) if low is not None else 0.0, "max": float(high) if high is not None else 0.0}
-            _agree(name, "non-finite values", present[name] - finite, sum(left[k] for k in NOT_NUMBERS), staged)
+            row |= dict(zip(("min", "max"), (float(x or 0) for x in bounds.get(name, (0, 0))), strict=True))
+            _agree(name, "non-finite values", present[name] - finite[name], sum(left[k] for k in NOT_NUMBERS), staged)
         if not staged.future_rows:
             _agree(name, "nulls", total - present[name], left["nulls"], staged)
         table.append(row)
@@ -151,12 +164,51 @@ def profile(staged: StagedFiles) -> Profile:
 
 
 def profile_sql(entity: str, moment: str, numbers: list[str]) -> str:
-    """The one query over all columns (names quoted): rows, and count, finite count, min and max of every number."""
+    """The one query over all columns (names quoted): rows, and count and sum of every number. The sum is finite when all are;
+    asking DuckDB for min, max or isfinite costs three times the scan."""
     wanted = ["count(*)", f"count({entity})", f"count({moment})"]
-    for name in numbers:
-        finite = f"CASE WHEN isfinite({name}) THEN {name} END"
-        wanted += [f"count({name})", f"count({finite})", f"min({finite})", f"max({finite})"]
+    wanted += [f"count({name}), sum({name})" for name in numbers]
     return f"SELECT {', '.join(wanted)} FROM staged"
+
+
+def finite_sql(numbers: list[str]) -> str:
+    """Count, min and max of the finite values of some columns."""
+    finite = [f"CASE WHEN isfinite({name}) THEN {name} END" for name in numbers]
+    return f"SELECT {', '.join(f'count({x}), min({x}), max({x})' for x in finite)} FROM staged"
+
+
+def _reader(parts: Sequence[str], columns: list[str]) -> Any:
+    """The columns of all parts, some rows at a time: a data set of Arrow reads far ahead, by memory that grows with the rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def batches() -> Iterator[Any]:
+        for part in parts:
+            with pq.ParquetFile(part) as file:
+                yield from file.iter_batches(16_384, columns=columns)
+
+    schema = pq.read_schema(parts[0])
+    return pa.RecordBatchReader.from_batches(pa.schema([schema.field(name) for name in columns]), batches())
+
+
+def _footer_bounds(parts: Sequence[str], names: list[str]) -> dict[str, tuple[float, float]]:
+    """Min and max by column, from the footers of the parts; a column of which any row group says nothing is left out."""
+    import pyarrow.parquet as pq
+
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    silent: set[str] = set()
+    for part in parts:
+        with pq.ParquetFile(part) as file:
+            places = {name: i for i, name in enumerate(file.schema.names)}
+            for group in range(file.num_row_groups):
+                said = file.metadata.row_group(group)
+                for name in names:
+                    numbers = said.column(places[name]).statistics
+                    if numbers is not None and numbers.has_min_max:
+                        found[name].append((numbers.min, numbers.max))
+                    else:
+                        silent.add(name)
+    return {n: (min(x[0] for x in v), max(x[1] for x in v)) for n, v in found.items() if v and n not in silent}
 
 
 def _agree(name: str, what: str, sql: int, numpy: int, staged: StagedFiles) -> None:

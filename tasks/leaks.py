@@ -60,7 +60,7 @@ class Block(NamedTuple):
     starts: NDArray[np.int64]  # first row of every series in it
     times: NDArray[np.int64]  # [n] microseconds
     price: Floats  # [n]
-    features: Callable[[NDArray[np.int64]], Floats]
+    features: Callable[[NDArray[np.int64]], NDArray[np.floating[Any]]]
 
 
 class _Sample(NamedTuple):
@@ -151,18 +151,19 @@ def read_blocks(parts: Sequence[str], contract: FeatureContract, seed: int = 0) 
     chosen = np.random.default_rng(seed).permutation(len(groups))[:BLOCKS]
     historical, future = contract.groups()["historical"], contract.groups()["future"]
     for part, group in (groups[i] for i in sorted(chosen)):
-        with pq.ParquetFile(part) as file:
-            wanted = [contract.entity, contract.timestamp, contract.price, *historical, *future]
-            table = file.read_row_group(group, columns=wanted).combine_chunks()
+
+        def read(columns: Sequence[str], part: str = part, group: int = group) -> Any:
+            with pq.ParquetFile(part) as file:
+                return file.read_row_group(group, columns=list(columns))
+
+        def features(rows: NDArray[np.int64], read: Any = read) -> NDArray[np.floating[Any]]:
+            table = read([*historical, *future])  # one group at a time is held
+            ahead = np.minimum(rows + 1, table.num_rows - 1)
+            return np.stack([table[n].to_numpy()[at] for of, at in ((historical, rows), (future, ahead)) for n in of], axis=1)
+
+        table = read([contract.entity, contract.timestamp, contract.price])
         entity = table[contract.entity].combine_chunks()
         changes = pc.fill_null(pc.not_equal(entity[1:], entity[:-1]), True).to_numpy(zero_copy_only=False)
-
-        def features(rows: NDArray[np.int64], table: Any = table) -> Floats:
-            known = table.take(rows)
-            ahead = table.take(np.minimum(rows + 1, table.num_rows - 1))
-            columns = [*(known[n] for n in historical), *(ahead[n] for n in future)]
-            return np.stack([c.to_numpy().astype(np.float64) for c in columns], axis=1)
-
         yield Block(
             starts=np.concatenate([[0], np.flatnonzero(changes) + 1]).astype(np.int64),
             times=table[contract.timestamp].cast("int64").to_numpy(),
@@ -202,10 +203,10 @@ def _sample(block: Block, count: int, random: np.random.Generator) -> _Sample | 
         inside = left[rows] >= bars if ahead else place[rows] >= bars
         return np.where(inside, total[np.minimum(last, n - 1)] - total[np.maximum(first, 0)], np.nan)
 
-    values = block.features(rows)
+    values, before = np.split(block.features(np.concatenate([rows, rows - 1])).astype(np.float64), 2)
     steps = np.diff(block.times)[place[1:] > 0]
     return _Sample(
-        values=values, changes=values - block.features(rows - 1), times=block.times[rows],
+        values=values, changes=values - before, times=block.times[rows],
         ahead={h: summed(h, True) for h in HORIZONS}, behind={h: summed(h, False) for h in HORIZONS},
         bar=float(np.median(steps)), news=news,
     )  # fmt: skip

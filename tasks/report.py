@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact, create_progress_artifact, create_table_artifact, update_progress_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 
 from models.checkpoint import write_atomically
 from models.manifest import Dataset, ModelManifest
@@ -349,6 +355,11 @@ class IngestLog:
             self.told = time.monotonic()
             get_run_logger().info("%3.0f %% %s", 100 * share, text)
             update_progress_artifact(self.artifact, 100 * share)
+
+
+def link_data_docs(uri: str, dataset_name: str) -> None:
+    """Where Great Expectations' pages stand in the store, as an artifact of the current run."""
+    create_link_artifact(uri, link_text=uri, key="data-docs", description=f"Data Docs of {dataset_name}")
 
 
 def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotion: str) -> None:

@@ -3,11 +3,14 @@ Windows over them are cut in models/windows.py. Uses pyarrow."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,10 @@ from tasks.datasets import row_batches
 from tasks.staging import StagedFiles
 from tasks.storage import ArtifactIntegrityError, digest, split_uri
 
+ATTEMPTS = 3
+CACHE_GIB = 50  # of arrays on this machine, unless FORECASTLE_CACHE_GIB says otherwise
+FILLING = ".filling-"
+FINGERPRINT = re.compile("[0-9a-f]{64}")
 ARRAYS = ("timestamps", "price", "targets", "static", "historical", "future", "offsets", "history_rows")
 
 
@@ -30,12 +37,21 @@ def load_series(dataset: Dataset, dataset_uri: str, cache: Path) -> SeriesArrays
     Raises ArtifactIntegrityError when a stored part is not what dataset.json says.
     """
     folder = cache / dataset.fingerprint
-    if (found := _from_cache(folder, dataset.contract)) is not None:
-        return found
+    for _ in range(ATTEMPTS):  # another process may put a damaged one away meanwhile, or make room
+        if (found := _from_cache(folder, dataset.contract)) is not None:
+            return found
+        _fill(dataset, dataset_uri, folder)
+        _make_room(folder, float(os.environ.get("FORECASTLE_CACHE_GIB", CACHE_GIB)) * 2**30)
+    raise ArtifactIntegrityError(f"{folder}: the cache just written cannot be read; is the disk full?")
+
+
+def _fill(dataset: Dataset, dataset_uri: str, folder: Path) -> None:
+    """Read the dataset into a folder of arrays and put it in place, whole or not at all."""
+    cache = folder.parent
     cache.mkdir(parents=True, exist_ok=True)
     store, key = split_uri(dataset_uri, "datasets")
     place = key.rpartition("/")[0]
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".filling-") as temporary:
+    with tempfile.TemporaryDirectory(dir=cache, prefix=FILLING) as temporary:
         parts = [Path(temporary) / name for name in sorted(dataset.files)]
         for path in parts:
             store.download(f"{place}/{path.name}", path, dataset.files[path.name])
@@ -52,15 +68,36 @@ def load_series(dataset: Dataset, dataset_uri: str, cache: Path) -> SeriesArrays
             sizes[name] = digest(path).model_dump()
         (filled / "names.json").write_text(canonical_json({"names": series.names, "files": sizes}))
         try:
-            os.rename(filled, folder)  # whole or not at all; another process may have been quicker
+            os.rename(filled, folder)  # another process may have been quicker
         except OSError:
-            if _from_cache(folder, dataset.contract) is None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(filled, folder)
-    found = _from_cache(folder, dataset.contract)
-    if found is None:
-        raise ArtifactIntegrityError(f"{folder}: the cache just written cannot be read; is the disk full?")
-    return found
+            if _from_cache(folder, dataset.contract) is None:  # a damaged one goes as a whole too
+                with contextlib.suppress(OSError):
+                    os.rename(folder, Path(temporary) / "damaged")
+                    os.rename(filled, folder)
+
+
+def _make_room(kept: Path, limit: float) -> None:
+    """Remove what was used longest ago while the cache holds more than `limit` bytes, never `kept`; and what a killed process
+    left a day ago. Who has an array mapped keeps it: its bytes go when the last one lets go."""
+    cache = kept.parent
+    for left in cache.glob(f"{FILLING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > 86_400:
+                shutil.rmtree(left, ignore_errors=True)
+    held: list[tuple[float, int, Path]] = []
+    for folder in cache.iterdir():
+        with contextlib.suppress(OSError):
+            if FINGERPRINT.fullmatch(folder.name):
+                held.append((folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder))
+    total = sum(size for _, size, _ in held)
+    for _, size, folder in sorted(held):
+        if total <= limit:
+            return
+        if folder == kept:
+            continue
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=cache, prefix=FILLING) as temporary:
+            os.rename(folder, Path(temporary) / "evicted")  # a reader finds it whole or not at all
+            total -= size
 
 
 def _from_cache(folder: Path, contract: FeatureContract) -> SeriesArrays | None:
@@ -73,6 +110,7 @@ def _from_cache(folder: Path, contract: FeatureContract) -> SeriesArrays | None:
             if digest(path).model_dump() != index["files"][name]:
                 return None
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        os.utime(folder)  # used now
     except (OSError, ValueError, KeyError):
         return None
     return SeriesArrays(contract=contract, names=tuple(index["names"]), **arrays)

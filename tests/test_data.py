@@ -379,6 +379,16 @@ def test_profile_equals_numpy_on_files_with_hidden_nans(writer, tables, tmp_path
         assert (row["min"], row["max"]) == (good.min(), good.max())
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_min_and_max_do_not_hang_on_what_the_footers_say(said, clean, tmp_path):
+    staged = stage(clean, tmp_path)
+    wanted = pq.read_table(staged.parts[0])
+    pq.write_table(wanted, staged.parts[0], write_statistics=said)
+    for row in profile(staged).columns[2:]:
+        values = wanted[row["feature"]].to_numpy()
+        assert (row["min"], row["max"]) == (values.min(), values.max())
+
+
 def test_validation_table_names_every_rule(clean, tmp_path):
     report = validate_features(stage(clean, tmp_path))
     assert [line["rule"] for line in report.table] == [*(rule.name for rule in RULES), "quarantined"]

@@ -84,12 +84,13 @@ def test_psi_and_ks_from_quantiles_equal_those_from_the_rows(name):
 
 
 def test_profile_holds_the_quantiles_of_the_rows_and_how_slow_a_feature_is(tmp_path):
-    rows = staged(tmp_path, slow=0.95, series={"AAA": 9000, "BBB": 4000})
+    rows = staged(tmp_path, slow=0.95, series={"AAA": 6000, "BBB": 3000})
     profile = quantile_profile(rows.parts, rows.contract)
     values = np.concatenate([pq.read_table(part)["hist_004"].to_numpy() for part in rows.parts])
     found = np.array(profile.features["hist_004"].quantiles)
-    assert (profile.rows, profile.instants) == (13_000, 9000)
-    assert np.array_equal(found, np.quantile(values, LEVELS, method="inverted_cdf").astype(float))
+    assert (profile.rows, profile.instants) == (9000, 6000)
+    assert all((values <= q).mean() >= level - 1e-9 > (values < q).mean() - 2e-9 for q, level in zip(found, LEVELS, strict=True))
+    assert (found[0], found[-1]) == (values.min(), values.max())
     assert profile.features["hist_007"].freshness == pytest.approx(0.05 / 1.95, rel=0.2)
     assert profile.features["hist_004"].freshness > 0.9
     assert "fut_000" not in profile.features

@@ -94,7 +94,7 @@ HONEST = [moving(n) for n in (1, 2, 5, 20)] + [np.log, lambda p: np.sign(moving(
 
 
 def test_momentum_is_honest_and_only_news_tells_it_from_a_leak(monkeypatch):
-    series = market([autocorrelated(n, seed) for seed, n in enumerate((1500, 1200, 800))], HONEST)
+    series = market([autocorrelated(n, seed) for seed, n in enumerate((1500, 1200, 800))], HONEST, historical=20)
     assert flagged(series) == []
     monkeypatch.setattr(leaks, "_news", lambda returns, place: (np.nan_to_num(returns), 1.0))  # the planted fault
     assert "hist_000" in flagged(series)

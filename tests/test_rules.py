@@ -113,7 +113,7 @@ EXTRA = {
     "static_change": ("static_001", "1 series"),
     "bar_interval": ("the contract says",),
 }
-OTHERS = {"leak", "drift"}  # have tests of their own
+OTHERS = {"leak", "drift", "suite"}  # have tests of their own
 
 
 def config_of(*rules, policy, **more):

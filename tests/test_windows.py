@@ -60,6 +60,16 @@ def test_batch_holds_the_rows_it_says():
     assert windows.target_rows(batch)[0, 2].tolist() == [18, 19, 20]
 
 
+def test_rows_after_the_last_window_repeat_its_last_row_and_are_masked():
+    series = series_arrays({"AAA": 40, "BBB": 20})
+    windows = WindowDataset(series, whole(series), 10, 3)
+    batch = windows.batch(np.array([[0, 34], [1, 49]]), 4)
+    assert batch.valid.tolist() == [[True, True, True, False], [True] * 4]
+    assert np.array_equal(batch.historical[0, :12], series.historical[25:37])
+    assert np.array_equal(batch.historical[0, 12], series.historical[36])
+    assert np.array_equal(batch.historical[1], series.historical[40:53])
+
+
 def test_purge_gap_lies_in_the_validation_block():
     series = series_arrays({"AAA": 1000})
     blocks = block_rows(series, Split(), 30)
