@@ -388,9 +388,9 @@ def test_sampled_and_full_backup_come_to_the_same_on_the_sine_market(monkeypatch
 
     def sample(self, count):
         rows, cells = sound(self, count)
-        return rows, (cells + 1) % 9
+        return rows, cells % 3
 
-    monkeypatch.setattr(IndexReplay, "sample", sample)  # the planted fault: another action's cell comes back
+    monkeypatch.setattr(IndexReplay, "sample", sample)  # the planted fault: transitions of one position alone come back
     assert abs(fraction(trained(series, **options)) - full) > 0.02
 
 

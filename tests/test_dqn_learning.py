@@ -60,7 +60,7 @@ def demo(tmp_path_factory):
     return series_from_staged(staged)
 
 
-@pytest.mark.parametrize("updates", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [2, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_a_hundred_epochs_on_real_prices_end_in_dqn_final_epoch100(updates, demo, folder):
     config = DQNConfig(epochs=100, updates_per_epoch=updates, checkpoint_every=30, early_stopping=OFF, device="cpu")
     names, epochs = [], []
