@@ -207,19 +207,48 @@ def _other_trainings(metrics: dict[str, Any]) -> Iterable[tuple[str, str]]:
         yield f"Skill of this run and of {title}", svg_plot(draw)
 
 
-def _equity(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    curves = report.get("equity")
-    if not curves:
-        return
+def _trading(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for title, unit, name in (
+        ("Equity", "summed log return", "equity"), ("Drawdown", "share of wealth lost", "drawdown"),
+        ("Position", "held by the agent", "positions"),
+    ):  # fmt: skip
+        if not (found := report.get(name)):
+            continue
+        series = found if isinstance(found, dict) else {"agent": found}
 
-    def draw(axes: Any) -> None:
-        for (name, values), colour in zip(curves.items(), COLOURS, strict=False):
-            axes.plot(range(len(values)), values, color=colour, label=name.replace("_", " "))
-        axes.set_xlabel("test block")
-        axes.set_ylabel("summed log return")
-        legend_above(axes)
+        def draw(axes: Any, series: dict[str, list[float]] = series, unit: str = unit, name: str = name) -> None:
+            for (policy, values), colour in zip(series.items(), COLOURS, strict=False):
+                at = np.linspace(0, 1, len(values))
+                axes.plot(
+                    at,
+                    values,
+                    color=colour,
+                    label=policy.replace("_", " "),
+                    drawstyle="steps-post" if name == "positions" else None,
+                )
+            axes.set_xlabel("share of the test block, series after series")
+            axes.set_ylabel(unit)
+            if name == "positions":
+                axes.set_yticks([-1, 0, 1], ["short", "flat", "long"])
+            else:
+                legend_above(axes)
 
-    yield "Equity on the test block", svg_plot(draw)
+        yield f"{title} on the test block", svg_plot(draw)
+
+
+def _policies(metrics: dict[str, Any]) -> Iterable[tuple[str, list[list[str]]]]:
+    """The agent's measures beside those of its baselines, a table for either fill: a row a measure, the first the names."""
+    for fill in ("close", "next"):
+        found = metrics.get(f"test_fill_{fill}", {})
+        baselines = found.get("baselines", {})
+        if "flat" in baselines:
+            rows = [[m.replace("_", " "), *(_number(p[m]) for p in (found, *baselines.values()))] for m in baselines["flat"]]
+            yield f"Agent and baselines, filled at the {fill}", [["", "agent", *(n.replace("_", " ") for n in baselines)], *rows]
+
+
+def _other_metrics(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every metric that does not stand in a table of its own."""
+    return [(name, value) for name, value in flat_metrics(metrics) if not re.match(r"test_fill_\w+\.baselines\.", name)]
 
 
 def _plots(result: TrainResult) -> list[tuple[str, str]]:
@@ -228,7 +257,7 @@ def _plots(result: TrainResult) -> list[tuple[str, str]]:
     looked = [*_attention(report), *_selection(report)]
     # The artifact leaves out what no longer fits: examples last
     tested = [*_by_step(result.metrics), *_other_trainings(result.metrics)]
-    return [*curve, *_equity(report), *tested, *looked, *_fan_charts(report)]
+    return [*curve, *_trading(report), *tested, *looked, *_fan_charts(report)]
 
 
 def _number(value: Any) -> str:
@@ -269,7 +298,15 @@ def write_report(run: TrainedRun, result: TrainResult, path: Path) -> None:
         cells = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in rows)
         return f"<table>{cells}</table>"
 
+    def grid(rows: list[list[str]]) -> str:
+        tags = [["th" if not (i and j) else "td" for j in range(len(row))] for i, row in enumerate(rows)]
+        lines = [
+            "".join(f"<{t}>{html.escape(c)}</{t}>" for t, c in zip(*pair, strict=True)) for pair in zip(tags, rows, strict=True)
+        ]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
     plots = "".join(f"<h2>{html.escape(title)}</h2>{svg[svg.index('<svg') :]}" for title, svg in _plots(result))
+    policies = "".join(f"<h2>{title}</h2>{grid(rows)}" for title, rows in _policies(run.metrics))
     plan = f"<h2>Memory plan, MiB</h2>{table(rows)}" if (rows := _plan_rows(result)) else ""
     config = [(k, str(v)) for k, v in run.config.model_dump(mode="json").items()]
     page = f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(run.model)}</title>
@@ -278,7 +315,7 @@ def write_report(run: TrainedRun, result: TrainResult, path: Path) -> None:
 table{{border-collapse:collapse}}th,td{{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top;overflow-wrap:anywhere}}
 th{{font-weight:600;white-space:nowrap}}svg{{max-width:100%;height:auto}}</style>
 <h1>{html.escape(run.model)}</h1>{table(_facts(run))}{plots}
-<h2>Metrics</h2>{table(flat_metrics(run.metrics))}{plan}<h2>Configuration</h2>{table(config)}</html>
+{policies}<h2>Metrics</h2>{table(_other_metrics(run.metrics))}{plan}<h2>Configuration</h2>{table(config)}</html>
 """
     write_atomically(path, page.encode())
 
@@ -293,9 +330,13 @@ def _markdown_table(rows: Iterable[tuple[str, str]]) -> str:
 def show_training(run: TrainedRun, result: TrainResult, where: Sequence[tuple[str, str]]) -> None:
     """The training report as an artifact of the current run (under 300 kB: it sits in Prefect's database). `where` tells on
     what it ran, how long and at what cost (tasks/run_record.py)."""
-    facts = [*_facts(run), *where, *_throughput(run, result), *_memory(run, result)]
+    facts = [*_facts(run), *where, *_throughput(run, result), *_memory(run, result), *_speed(result)]
     text = f"# {run.model}\n\n{_markdown_table(facts)}\n"
-    metrics = f"\n## Metrics\n\n{_markdown_table(flat_metrics(run.metrics))}"
+    metrics = "".join(
+        f"\n## {title}\n\n|{'|'.join(head)}|\n{'|---' * len(head)}|\n" + "".join(f"|{'|'.join(row)}|\n" for row in rows)
+        for title, (head, *rows) in _policies(run.metrics)
+    )
+    metrics += f"\n## Metrics\n\n{_markdown_table(_other_metrics(run.metrics))}"
     if plan := _plan_rows(result):
         metrics += f"\n## Memory plan, MiB\n\n{_markdown_table(plan)}"
     for title, svg in _plots(result):
@@ -324,6 +365,16 @@ def _memory(run: TrainedRun, result: TrainResult) -> list[tuple[str, str]]:
     peak = result.report.get("memory_peak")
     measured = "not measured" if peak is None else f"{peak / 2**20:.0f} MiB measured (batches and validation too)"
     return [("memory", f"{planned:.0f} MiB planned for an update, {measured}")]
+
+
+def _speed(result: TrainResult) -> list[tuple[str, str]]:
+    """Seconds of an epoch, and of an update beside the plain loop's, where the family has measured it."""
+    found = result.report.get("speed")
+    if not (found and result.history):
+        return []
+    epoch = float(np.median([row.seconds for row in result.history]))
+    each = f"{1e3 * found.ours:.2f} ms an update, {found.ratio:.2f} times as fast as the plain loop ({1e3 * found.plain:.2f} ms)"
+    return [("speed", f"{epoch:.3g} s an epoch (median of {len(result.history)}); {each}")]
 
 
 def _plan_rows(result: TrainResult) -> list[tuple[str, str]]:

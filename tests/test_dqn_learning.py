@@ -1,5 +1,7 @@
 """What the agent must not find, and a hundred epochs on real prices, from Parquet to the final file."""
 
+import logging
+
 import numpy as np
 import pytest
 from test_artifacts import publish
@@ -58,7 +60,7 @@ def demo(tmp_path_factory):
     return series_from_staged(staged)
 
 
-@pytest.mark.parametrize("updates", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [2, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_a_hundred_epochs_on_real_prices_end_in_dqn_final_epoch100(updates, demo, folder):
     config = DQNConfig(epochs=100, updates_per_epoch=updates, checkpoint_every=30, early_stopping=OFF, device="cpu")
     names, epochs = [], []
@@ -71,4 +73,6 @@ def test_a_hundred_epochs_on_real_prices_end_in_dqn_final_epoch100(updates, demo
     metadata = load_checkpoint(folder / names[-1], None).metadata
     assert (metadata["epoch"], metadata["stop_reason"], result.epochs) == (100, "all_epochs", 100)
     assert all(row.seconds > 0 and np.isfinite(row.train_loss) for row in epochs)
+    assert result.report["speed"].ratio > 1, "faster than the plain loop"
+    logging.info("%.3f s an epoch (median)", np.median([row.seconds for row in epochs]))
     assert result.metrics["verdict"] in {"beats flat", "does not beat flat"}

@@ -235,7 +235,7 @@ def test_non_finite_loss_is_published_but_never_promoted(published, monkeypatch)
     import models.dqn.learner
 
     store, report = published
-    monkeypatch.setattr(models.dqn.learner, "huber_loss", lambda *a, **k: torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr(models.dqn.learner, "huber", lambda values, _: (torch.tensor(float("nan")), torch.zeros_like(values)))
     config = DQN.model_copy(update={"seed": 5, "promotion": "always"})
     outcome = retrain_dqn(report.ingest.dataset, store, "broken", config)
     assert (outcome.stop_reason, outcome.epochs, outcome.promoted) == ("non_finite_loss", 0, False)
@@ -389,6 +389,7 @@ def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weigh
     opened = open_store(store)
     aside = [k for k in opened.list("runs/") if "/interrupted/" in k]
     assert len(aside) == 1, (aside, text)
+    assert re.search(r"\bdqn_final_epoch([3-9]|1[01])\.safetensors$", aside[0])
     assert opened.head("models/stopped/champion.json") is None
     assert not [k for k in opened.list("models/stopped/") if k.endswith("manifest.json")]
     started = time.monotonic()

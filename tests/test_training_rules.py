@@ -124,14 +124,45 @@ def test_early_stop_in_epoch_one_is_named_so(family, monkeypatch):
 def poison(monkeypatch, family, updates):
     """The loss becomes NaN after `updates` good ones."""
     calls = []
-    module, name = (models.tft.training, "pinball") if family == "tft" else (models.dqn.learner, "huber_loss")
+    module, name = (models.tft.training, "pinball") if family == "tft" else (models.dqn.learner, "huber")
     sound = getattr(module, name)
 
     def loss(*arguments, **options):
         calls.append(1)
-        return sound(*arguments, **options) * (float("nan") if len(calls) > updates else 1.0)
+        found, spoilt = sound(*arguments, **options), float("nan") if len(calls) > updates else 1.0
+        return found * spoilt if family == "tft" else (found[0] * spoilt, found[1])
 
     monkeypatch.setattr(module, name, loss)
+
+
+def saved_already(on_checkpoint, config):
+    """The final file left out where a regular one of that epoch exists."""
+    return lambda n, final, *rest: (final and n % config.checkpoint_every == 0) or on_checkpoint(n, final, *rest)
+
+
+def twice(on_checkpoint, config):
+    return lambda n, final, *rest: [on_checkpoint(n, final, *rest) for _ in range(1 + final)]
+
+
+def by_plan(on_checkpoint, config):
+    """The final file named by the epochs that were to be, not by those that were."""
+    return lambda n, final, *rest: on_checkpoint(config.epochs if final else n, final, *rest)
+
+
+@both
+@pytest.mark.parametrize("fault", [saved_already, twice, by_plan])
+def test_wrong_final_names_do_not_pass(family, fault, monkeypatch):
+    sound = TRAINERS[family]
+
+    def faulty(config, series, *, on_checkpoint, **options):
+        return sound(config, series, on_checkpoint=fault(on_checkpoint, config), **options)
+
+    monkeypatch.setitem(TRAINERS, family, faulty)
+    test, *arguments = (test_regular_checkpoints_and_one_final, family, 2, 2)
+    if fault is by_plan:
+        test, *arguments = (test_early_stop_in_epoch_one_is_named_so, family, monkeypatch)
+    with pytest.raises(AssertionError):
+        test(*arguments)
 
 
 @both

@@ -22,6 +22,7 @@ class DQNConfig(RunConfig):
     updates_per_epoch: int = Field(200, ge=1, description="Gradient updates per epoch.")
     replay_size: int = Field(100_000, ge=1, description="Transitions kept.")
     num_envs: int = Field(64, ge=1, description="Market copies stepped together.")
+    updates_per_bar: int = Field(1, ge=1, description="Updates for every bar that the copies go on.")
     backup: Literal["sampled", "full"] = Field(
         "sampled", description="Replayed transitions, or all position-action cells of a row (fitted Q iteration)."
     )
