@@ -159,7 +159,7 @@ def _once(store: ObjectStore, key: str, build: Callable[[], bytes]) -> bytes:
 
 
 def read_manifest(store: ObjectStore, model: str, which: int | Literal["champion"]) -> ModelManifest:
-    """The manifest of a version, or of the champion (whose alias holds the manifest's sha256).
+    """The manifest of a version, or of the champion: its sha256 stands in the record of its publication, or in the alias.
 
     Raises ObjectMissing, and ArtifactIntegrityError when the bytes are not what was published.
     """
@@ -181,6 +181,14 @@ def read_manifest(store: ObjectStore, model: str, which: int | Literal["champion
         raise ArtifactIntegrityError(f"{key}: speaks of {manifest.model} version {manifest.version}")
     if odd := [name for name in manifest.files if not NAME.fullmatch(name)]:
         raise ArtifactIntegrityError(f"{key}: illegal file names {odd}")
+    if expected is None:
+        claim = store.read_for_swap(f"runs/{manifest.run_key}/claim.json")
+        record = json.loads(claim[0]) if claim else {}
+        # Between manifest and record stands the crash that a second try of the publisher repairs
+        if record.get("state") == "published" and record["manifest_sha256"] != (sha256 := digest(data).sha256):
+            raise ArtifactIntegrityError(
+                f"{key}: sha256 {sha256}, the record of publication expected {record['manifest_sha256']}"
+            )
     return manifest
 
 
@@ -224,6 +232,7 @@ def load_published(store: ObjectStore, manifest: ModelManifest, folder: Path) ->
     if said != meant:
         odd = [name for name in said if said[name] != meant[name]]
         raise ArtifactIntegrityError(f"{path.name}: made with another {' and '.join(odd)} than its manifest says")
+    _claimed(store, manifest)
     return snapshot
 
 
@@ -236,12 +245,12 @@ def verify(store: ObjectStore, model: str, number: int) -> ModelManifest:
             store.check(key, file)
         except ObjectMissing as error:
             raise ArtifactIntegrityError(f"{key}: named by the manifest, but not there") from error
-    key = f"models/{model}/{number}/manifest.json"
-    try:
-        claim = json.loads(store.get(f"runs/{manifest.run_key}/claim.json"))
-    except ObjectMissing as error:
-        raise ArtifactIntegrityError(f"{key}: of a run that nobody claimed ({manifest.run_key[:12]})") from error
-    # Between manifest and record stands the crash that a second try of the publisher repairs
-    if claim["state"] == "published" and claim["manifest_sha256"] != (found := digest(store.get(key)).sha256):
-        raise ArtifactIntegrityError(f"{key}: sha256 {found}, the record of publication expected {claim['manifest_sha256']}")
+    _claimed(store, manifest)
     return manifest
+
+
+def _claimed(store: ObjectStore, manifest: ModelManifest) -> None:
+    """Raises ArtifactIntegrityError for a manifest of a run that nobody claimed: then nothing says what its bytes should be."""
+    if store.head(f"runs/{manifest.run_key}/claim.json") is None:
+        place = f"models/{manifest.model}/{manifest.version}/manifest.json"
+        raise ArtifactIntegrityError(f"{place}: of a run that nobody claimed ({manifest.run_key[:12]})")

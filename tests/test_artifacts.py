@@ -16,6 +16,7 @@ from tasks.artifacts import (
     TrainedRun,
     champion_version,
     fetch_file,
+    load_published,
     publish_run,
     read_manifest,
     run_key,
@@ -38,7 +39,7 @@ def trained(folder, model="dqn", seed=0, **change):
     config = CONFIG.model_copy(update={"seed": seed})
     metadata = {"config": config.model_dump(mode="json"), "dataset": DATASET.fingerprint}
     metadata["contract"] = DATASET.contract.model_dump(mode="json")
-    snapshot = Snapshot({"w": torch.full((50,), float(seed))}, metadata)
+    snapshot = Snapshot({"network.w": torch.full((50,), float(seed))}, metadata)
     files = [save_checkpoint(folder, "dqn", n, final, snapshot) for n, final in ((1, False), (2, True))]
     (folder / "report.html").write_text(f"report {seed}")
     plain = {
@@ -196,6 +197,17 @@ def spoilt(sound, random, how):
     return sound[:at] if how == "cut" else sound[:at] + bytes([sound[at] ^ (1 << int(random.integers(8)))]) + sound[at + 1 :]
 
 
+REFUSED = r"expected|champion alias says|no manifest|speaks of|nobody claimed|named by the manifest, but not there"
+
+
+def load(store, which, folder):
+    """Every file of a version, and the final one's content."""
+    manifest = read_manifest(store, "dqn", which)
+    for name in manifest.files:
+        fetch_file(store, manifest, name, folder)
+    return load_published(store, manifest, folder)
+
+
 @pytest.mark.parametrize(
     ("flips", "cuts"), [(15, 10), pytest.param(300, 200, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
 )
@@ -210,13 +222,15 @@ def test_every_damaged_published_file_is_refused_at_load_and_by_verify(store, fo
         sound = store.get(key)
         store.delete(key)
         store.put_if_absent(key, spoilt(sound, random, how))
-        with pytest.raises(ArtifactIntegrityError, match=r"expected|champion alias says|no manifest|speaks of|nobody claimed"):
+        with pytest.raises(ArtifactIntegrityError, match=REFUSED):
             verify(store, "dqn", 1)
-        with pytest.raises(ArtifactIntegrityError):
-            fetch_file(store, read_manifest(store, "dqn", "champion"), name, folder / "here")
-        assert not (folder / "here" / name).exists()
+        for which in ("champion", 1):
+            with pytest.raises((ArtifactIntegrityError, ObjectMissing)):
+                load(store, which, folder / f"here-{number}")
+            assert not (folder / f"here-{number}" / name).exists()
         store.delete(key)
         store.put_if_absent(key, sound)
+    assert load(store, "champion", folder / "here").tensors.keys() == load(store, 1, folder / "here").tensors.keys() != set()
     verify(store, "dqn", 1)
     store.delete(key)
     with pytest.raises((ArtifactIntegrityError, ObjectMissing)):

@@ -216,7 +216,8 @@ def test_a_fetched_version_is_whole_and_its_network_stands(store, folder, from_s
 
 def test_a_file_of_another_configuration_than_its_manifest_is_not_loaded(store, folder, from_source):
     """All hashes right, and yet not what the manifest says: only whoever makes manifests could do this."""
-    wrong = from_source.model_copy(update={"version": 2, "config": from_source.config.model_copy(update={"seed": 3})})
+    change = {"version": 2, "config": from_source.config.model_copy(update={"seed": 3}), "run_key": "f" * 64}
+    wrong = from_source.model_copy(update=change)
     for name in wrong.files:
         store.put_if_absent(f"models/dqn/2/{name}", store.get(f"models/dqn/1/{name}"))
     store.put_if_absent("models/dqn/2/manifest.json", encode(wrong))
