@@ -142,7 +142,8 @@ def environment(home: Path, port: int) -> dict[str, str]:
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
-        # A restart of server or database takes seconds: calls are tried again for longer than that
+        # A restart of server, database or S3 takes seconds: calls are tried again for longer than that
+        "AWS_MAX_ATTEMPTS": "10",
         "PREFECT_CLIENT_MAX_RETRIES": "6",
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,

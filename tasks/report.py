@@ -417,7 +417,8 @@ def show_lineage(manifest: ModelManifest, dataset: Dataset, where: str, promotio
     """From dataset to published files, as an artifact of the current run."""
     files = "\n".join(f"| {name} | {file.size} | `{file.sha256[:24]}` |" for name, file in sorted(manifest.files.items()))
     rows = [
-        ("dataset", f"`{dataset.fingerprint}` ({dataset.rows} rows) {manifest.dataset_uri}"),
+        ("dataset", f"`{dataset.fingerprint}` ({dataset.rows} rows)"),
+        ("kept at", manifest.dataset_uri),
         ("contract", f"`{dataset.contract.fingerprint}`"),
         ("run key", f"`{manifest.run_key}`"),
         ("code", manifest.code_version),

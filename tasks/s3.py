@@ -417,9 +417,11 @@ def s3_client() -> Any:
     botocore.setLevel(max(logging.INFO, botocore.getEffectiveLevel()))
     session = boto3.session.Session(**_credentials())
 
+    attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", 4))
+
     def client(style: str) -> Any:
         return session.client("s3", config=Config(
-            retries={"mode": "standard", "total_max_attempts": 4}, connect_timeout=10, read_timeout=60,
+            retries={"mode": "standard", "total_max_attempts": attempts}, connect_timeout=10, read_timeout=60,
             s3={"addressing_style": style},
         ))  # fmt: skip
 

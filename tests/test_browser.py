@@ -108,7 +108,7 @@ def test_runs_and_the_graph_of_a_run_are_shown(browser, served, trained, ui, the
     page.keep("runs")
     page = Page(browser, served, f"runs/flow-run/{trained.id}", ui, theme)
     page.shows(trained.name, "Completed")
-    wait_for(lambda: page.green() > 1000, 60, page.text)
+    wait_for(lambda: page.green() > 1000, 120, page.text)
     page.keep("graph")
 
 

@@ -1,6 +1,7 @@
 """Set-ups in containers, against their own schemas: compose file, Dockerfile, Kubernetes manifests, SkyPilot task."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+
+from deployments.serve import environment
+from tasks import local_s3
+from tasks.s3 import s3_client
 
 ROOT = Path(__file__).parent.parent
 DEPLOYMENTS = ROOT / "deployments"
@@ -48,6 +53,21 @@ def test_compose_file_keeps_secrets_in_files_and_every_service_has_a_health_chec
         assert "latest" not in service["image"], name
     assert all("file" in secret for secret in found["secrets"].values())
     assert found["services"]["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+def test_containers_and_make_serve_have_the_same_settings(monkeypatch):
+    monkeypatch.setattr(local_s3, "environment", lambda home: {})
+    monkeypatch.setattr(os, "environ", {})
+    ours = environment(Path("/data"), 4200)
+    services = yaml.safe_load((DEPLOYMENTS / "compose.yaml").read_text())["services"]
+    places = {"PREFECT_API_URL", "PREFECT_SERVER_UI_API_URL", "FORECASTLE_SOURCE", "FORECASTLE_HOME"}
+    for name in ("server", "worker-cpu", "worker-gpu"):
+        theirs = services[name]["environment"]
+        wanted = {k: v for k, v in ours.items() if k.startswith("PREFECT_SERVER_") == (name == "server") and k not in places}
+        wanted.pop("PREFECT_HOME", None)
+        assert wanted == {k: theirs.get(k) for k in wanted}, name
+    monkeypatch.setattr(os, "environ", {**ours, "AWS_DEFAULT_REGION": "us-east-1"})
+    assert s3_client().meta.config.retries["total_max_attempts"] == int(ours["AWS_MAX_ATTEMPTS"])
 
 
 def test_secrets_are_random_kept_and_fit_each_other(tmp_path):
