@@ -27,6 +27,8 @@ from tasks.storage import SWAP_LIMIT, ObjectInfo, ObjectMissing, StoreConflict, 
 PART = 16 * 2**20
 """Bytes of a part of an upload or a download: with two at once, 32 MiB of memory whatever the file's size."""
 AT_ONCE = 2
+ONE_REQUEST = 64 * 2**20
+"""Bytes up to which a file goes up in one request: to a server near by that is quicker than parts (benchmarks/README.md)."""
 REFUSED_SWAP = {"412", "409", "404", "NoSuchKey", "PreconditionFailed", "ConditionalRequestConflict"}
 PROBED = "probe/conditional-writes"
 _conditional: dict[tuple[str, str], bool] = {}
@@ -117,7 +119,7 @@ class S3Store:
             return False
         try:
             condition = {"IfNoneMatch": "*"} if conditional else {}
-            if isinstance(data, Path) and expected.size > PART:
+            if isinstance(data, Path) and expected.size > ONE_REQUEST:
                 self._put_parts(key, data, expected, condition)
             else:
                 self._put(key, data, expected, condition)

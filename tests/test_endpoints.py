@@ -111,6 +111,7 @@ def test_a_store_that_refuses_checksum_headers_is_told_and_the_switch_helps(s3_s
         store = through(proxy, fresh, monkeypatch)
         verify(store, "dqn", publish(store, trained(folder / "run")).version)
         big = folder / "big"
+        monkeypatch.setattr(tasks.s3, "ONE_REQUEST", tasks.s3.PART)
         big.write_bytes(os.urandom(tasks.s3.PART + 5))
         assert store.put_if_absent("big", big)
         store.check("big", digest(big))

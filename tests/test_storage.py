@@ -74,6 +74,7 @@ class Terminal(io.StringIO):
 def test_a_large_file_goes_in_parts_few_at_once_under_a_bar_and_leaves_no_upload_when_it_fails(s3_server, monkeypatch, folder):
     monkeypatch.setattr(os, "environ", {**os.environ, **s3_server})
     monkeypatch.setattr(tasks.s3, "PART", 5 * 2**20)  # the least that S3 allows
+    monkeypatch.setattr(tasks.s3, "ONE_REQUEST", 5 * 2**20)
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     store, lock, going, most = open_store(f"s3://models/parts-{os.urandom(4).hex()}"), threading.Lock(), [0], []
     file = folder / "large"
