@@ -3,6 +3,7 @@ chain, or from a Prefect Secret block that is named; never from a parameter."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import ipaddress
@@ -179,10 +180,10 @@ class S3Store:
         self, key: str, data: bytes | Path, expected: StoredFile, condition: dict[str, str], marks: dict[str, str] | None = None
     ) -> None:
         metadata = {"sha256": expected.sha256, **(marks or {})}
+        # Told, not computed a second time by the SDK; the server compares what it was sent
+        checksum = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(expected.sha256)).decode()} if self._checksums else {}
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as body:
-            self.client.put_object(
-                Bucket=self.bucket, Key=self._key(key), Body=body, Metadata=metadata, **self._checksum(), **condition
-            )
+            self.client.put_object(Bucket=self.bucket, Key=self._key(key), Body=body, Metadata=metadata, **checksum, **condition)
 
     def _checksum(self) -> dict[str, str]:
         return {"ChecksumAlgorithm": "SHA256"} if self._checksums else {}
