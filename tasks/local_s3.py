@@ -18,6 +18,7 @@ from pathlib import Path
 from models.checkpoint import write_atomically
 
 BUCKET = "models"
+READY = "probe/ready"
 PORTS = (
     "s3.port", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc",
     "s3.port.grpc", "admin.port", "admin.port.grpc",
@@ -174,13 +175,17 @@ def _wait_for_bucket(home: Path, seconds: float) -> None:
         if not running(home):
             raise LocalS3Error(f"the local S3 server ended by itself; see {home / 'log'}")
         try:
-            client.head_bucket(Bucket=BUCKET)
+            # The bucket answers before what is stored in it can be read
+            client.get_object(Bucket=BUCKET, Key=READY)["Body"].read()
             return
         except Exception as error:
             last = str(error)
-            if getattr(error, "response", {}).get("Error", {}).get("Code") in {"404", "NoSuchBucket"}:
-                with contextlib.suppress(Exception):
+            code = getattr(error, "response", {}).get("Error", {}).get("Code")
+            with contextlib.suppress(Exception):
+                if code == "NoSuchBucket":
                     client.create_bucket(Bucket=BUCKET)
+                elif code == "NoSuchKey":
+                    client.put_object(Bucket=BUCKET, Key=READY, Body=b"ready")
         time.sleep(0.1)
     raise LocalS3Error(f"the local S3 server did not answer within {seconds:.0f} s ({last}); see {home / 'log'}")
 
