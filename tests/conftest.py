@@ -11,6 +11,7 @@ for name in [n for n in os.environ if n.startswith("AWS_") and n != "AWS_CA_BUND
 
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,20 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionfinish():
     shutil.rmtree(os.environ["FORECASTLE_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_a_module():
+    """What a module's fixtures and tests put into the environment (the command line names its own S3 server there) ends
+    with it: modules pass in any order and in any process."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def environment_of_a_test(environment_of_a_module):
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_RETRY_EXTRA_CODES, temporary_settings
 
 from deployments.serve import environment, free_port
@@ -37,11 +38,15 @@ class Served:
 
     @contextlib.contextmanager
     def client(self):
-        """Prefect's client for this server."""
+        """Prefect's client for this server. What flows in this process have to tell it is told before it is left: Prefect's
+        queue of events keeps its server, and a later one would miss the events of its own runs."""
         settings = {PREFECT_API_URL: f"http://127.0.0.1:{self.port}/api", PREFECT_CLIENT_RETRY_EXTRA_CODES: "500"}
         with pytest.MonkeyPatch.context() as patch, temporary_settings(settings), get_client(sync_client=True) as client:
             patch.setenv("FORECASTLE_SOURCE", str(self.home / "landing"))
-            yield client
+            try:
+                yield client
+            finally:
+                EventsWorker.drain_all()
 
     def pid(self, name):
         """Pid of a service now: it changes when the service is started again."""

@@ -143,11 +143,11 @@ def test_the_form_of_every_deployment_can_be_filled_in_and_submitted(browser, se
                 label = f"//*[normalize-space(text())='{parameter}']/following::textarea[1]"
                 browser.find_element(By.XPATH, label).send_keys(value)
             if name == "backfill":
+                fields = "//*[normalize-space(text())='sources']/following::textarea"
+                others = len(browser.find_elements(By.XPATH, fields))  # of the parameters that come after
                 browser.find_element(By.XPATH, "//button[contains(., 'Add item')]").click()
-                item = wait_for(
-                    lambda: browser.find_elements(By.XPATH, "//*[normalize-space(text())='sources']/following::textarea"), 10
-                )
-                item[0].send_keys("/landing/2026")
+                wait_for(lambda: len(browser.find_elements(By.XPATH, fields)) > others, 30, page.text)
+                browser.find_elements(By.XPATH, fields)[0].send_keys("/landing/2026")
             page.keep(f"form-{name}")
             before = {r.id for r in client.read_flow_runs(limit=200)}
             browser.find_element(By.XPATH, "//button[@type='submit']").click()

@@ -65,15 +65,10 @@ MARKET = {
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    before = {k: os.environ.get(k) for k in ("FORECASTLE_HOME", "FORECASTLE_STORE")}
     os.environ["FORECASTLE_HOME"] = str(home)
     os.environ.pop("FORECASTLE_STORE", None)
     with prefect_test_harness(server_startup_timeout=240):
         yield home
-    for name, value in before.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 @pytest.fixture(scope="module")

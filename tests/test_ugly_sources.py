@@ -2,6 +2,7 @@
 file, column and count. Each case is made here, small, with the fault of a real one."""
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -28,11 +29,10 @@ future = { prefix = "fut_", count = 2 }
 
 @pytest.fixture(scope="module", autouse=True)
 def server(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as change:
-        change.setenv("FORECASTLE_HOME", str(tmp_path_factory.mktemp("home")))
-        change.delenv("FORECASTLE_STORE", raising=False)
-        with prefect_test_harness(server_startup_timeout=240):
-            yield
+    os.environ["FORECASTLE_HOME"] = str(tmp_path_factory.mktemp("home"))
+    os.environ.pop("FORECASTLE_STORE", None)
+    with prefect_test_harness(server_startup_timeout=240):
+        yield
 
 
 @pytest.fixture
