@@ -20,7 +20,7 @@ from models.manifest import Dataset, ModelManifest
 from tasks.artifacts import read_manifest
 from tasks.expectations import DataReport
 from tasks.leaks import with_line
-from tasks.report import COLOURS, INK, data_uri, legend_above, svg_plot
+from tasks.plots import COLOURS, INK, data_uri, legend_above, svg_plot
 from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore
 
 if TYPE_CHECKING:

@@ -1,17 +1,12 @@
-"""The store protocol of tasks/storage.py over any S3-compatible endpoint, by boto3. Credentials and endpoint come from the AWS
-chain, or from a Prefect Secret block that is named; never from a parameter."""
+"""The store protocol of tasks/storage.py over any S3-compatible endpoint, by boto3 (tasks/s3_client.py)."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import io
-import ipaddress
-import json
-import logging
 import os
 import sys
-import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -23,6 +18,7 @@ from typing import Any
 
 from models.checkpoint import atomic_file
 from models.manifest import StoredFile
+from tasks.s3_client import BLOCK, s3_client
 from tasks.storage import SWAP_LIMIT, ObjectInfo, ObjectMissing, StoreConflict, StoredObject, StoreError, check_key, digest, same
 
 PART = 16 * 2**20
@@ -34,7 +30,6 @@ REFUSED_SWAP = {"412", "409", "404", "NoSuchKey", "PreconditionFailed", "Conditi
 PROBED = "probe/conditional-writes"
 _conditional: dict[tuple[str, str], bool] = {}
 """Whether conditions hold, by endpoint and bucket: asked once per process."""
-BLOCK = "FORECASTLE_CREDENTIALS_BLOCK"
 
 
 class S3Store:
@@ -378,67 +373,3 @@ def _age(answer: dict[str, Any], then: datetime) -> float:
     said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     now = parsedate_to_datetime(said) if said else datetime.now(UTC)
     return (now - then).total_seconds()
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a host is this machine by its spelling; a name that merely starts with 127. is not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _credentials() -> dict[str, str]:
-    """What the Prefect Secret block named by FORECASTLE_CREDENTIALS_BLOCK holds, for boto3's session; nothing without one."""
-    name = os.environ.get(BLOCK)
-    if not name:
-        return {}
-    from prefect.blocks.system import Secret
-
-    known = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
-    try:
-        load: Any = Secret.load
-        block: Any = load(name, _sync=True)
-        held = block.get()
-        values = json.loads(held) if isinstance(held, str) else dict(held)
-    except Exception as error:  # its text may hold the secret
-        raise StoreError(
-            f"no credentials: Prefect Secret block {name!r} cannot be read ({type(error).__name__}): {BLOCK}"
-        ) from None
-    if not {"aws_access_key_id", "aws_secret_access_key"} <= set(values) <= known:
-        raise StoreError(f"the Prefect Secret block {name!r} must hold a JSON object with {', '.join(sorted(known))}")
-    return {key: str(value) for key, value in values.items()}
-
-
-def s3_client() -> Any:
-    """A client by the AWS chain. Raises StoreError for an endpoint that would give keys away."""
-    import boto3
-    from botocore.config import Config
-
-    # At DEBUG it prints session tokens, signatures and the keys that a role is given
-    botocore = logging.getLogger("botocore")
-    botocore.setLevel(max(logging.INFO, botocore.getEffectiveLevel()))
-    session = boto3.session.Session(**_credentials())
-
-    attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", 4))
-
-    def client(style: str) -> Any:
-        return session.client("s3", config=Config(
-            retries={"mode": "standard", "total_max_attempts": attempts}, connect_timeout=10, read_timeout=60,
-            s3={"addressing_style": style},
-        ))  # fmt: skip
-
-    try:
-        found = client("auto")
-    except ValueError:  # its text holds the endpoint as it was written, a password in it too
-        raise StoreError("the S3 endpoint is no http(s) address: check AWS_ENDPOINT_URL_S3") from None
-    except Exception as error:
-        raise StoreError(f"no S3 client: {type(error).__name__}: {error}") from error
-    # As the client resolved it: an endpoint may also stand in the AWS configuration file
-    parts = urllib.parse.urlsplit(found.meta.endpoint_url)
-    host = parts.hostname or ""
-    if parts.username or parts.password:
-        raise StoreError("the S3 endpoint holds a user or a password: keep credentials in the AWS chain")
-    if parts.scheme != "https" and not _is_loopback(host) and os.environ.get("FORECASTLE_ALLOW_HTTP") != "1":
-        raise StoreError(f"{host}: plain http only to this machine; use https, or FORECASTLE_ALLOW_HTTP=1")
-    return found if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else client("path")

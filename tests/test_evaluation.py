@@ -17,7 +17,8 @@ from models.tft.network import TemporalFusionTransformer
 from models.tft.scaling import Scaler
 from models.windows import WindowDataset, block_rows
 from tasks.interpretation import interpretation_parquet
-from tasks.report import _other_trainings, _plots, flat_metrics
+from tasks.plots import _other_trainings, plots_of
+from tasks.report import flat_metrics
 
 T, H = 8, 3
 SERIES = series_arrays({"AAA": 220, "BBB": 180, "CCC": 6})
@@ -132,11 +133,11 @@ def test_attention_sees_no_bar_after_the_one_it_forecasts(runs):
 def test_without_a_test_block_there_is_nothing_to_interpret():
     run = Run("tft", epochs=1, split=Split(train=0.8, val=0.2))
     assert "interpretation" not in run.result.report
-    assert [title for title, _ in _plots(run.result)] == ["Training"]
+    assert [title for title, _ in plots_of(run.result)] == ["Training"]
 
 
 def test_report_plots_what_was_looked_at_and_the_skill_by_step(runs):
-    plots = dict(_plots(runs[0].result))
+    plots = dict(plots_of(runs[0].result))
     windows = runs[0].result.metrics["windows"]["test"]
     by_step = {f"{name} by step on the test block" for name in ("Skill", "Coverage")}
     assert {f"Attention, mean of {windows} test windows", "Calibration on the test block", *by_step} <= set(plots)
@@ -146,7 +147,7 @@ def test_report_plots_what_was_looked_at_and_the_skill_by_step(runs):
     assert np.mean(test["pinball_by_step"]) == pytest.approx(test["pinball"])
     for row in test["baselines"].values():
         assert np.mean(row["pinball_by_step"]) == pytest.approx(row["pinball"])
-    assert dict(_plots(runs[1].result)) == plots
+    assert dict(plots_of(runs[1].result)) == plots
 
 
 def test_earlier_cuts_and_other_seeds_stand_beside_the_run_and_a_failed_one_is_left_out():
@@ -165,7 +166,9 @@ def test_a_long_attention_profile_is_a_small_plot(runs):
     found = Interpretation(9, {}, {}, {}, random / random.sum(1, keepdims=True))
     run = runs[0].result
     report = {"interpretation": found}
-    svg = dict(_plots(type(run)(run.epochs, run.stop_reason, None, "last", (), {}, report)))["Attention, mean of 9 test windows"]
+    svg = dict(plots_of(type(run)(run.epochs, run.stop_reason, None, "last", (), {}, report)))[
+        "Attention, mean of 9 test windows"
+    ]
     assert len(svg) < 60_000
 
 

@@ -74,7 +74,7 @@ def test_readme_has_the_two_commands():
 
 
 def test_plots_and_report_have_the_same_bytes_every_time():
-    from tasks.report import svg_plot
+    from tasks.plots import svg_plot
 
     def draw(axes):
         axes.plot([1, 2, 3], [3, 1, 2], label="x")

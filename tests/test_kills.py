@@ -15,7 +15,8 @@ from tasks.garbage import collect
 from tasks.promotion import challenge
 from tasks.registry import history, promote, versions
 from tasks.runs import claim_run
-from tasks.s3 import S3Store, s3_client
+from tasks.s3 import S3Store
+from tasks.s3_client import s3_client
 from tasks.storage import LocalStore, ObjectMissing, open_store
 
 

@@ -24,7 +24,7 @@ from tasks.storage import StoreError, open_store
 ROOT = Path(__file__).parent.parent
 RUNS = """
 import contextlib, json, logging, os, sys
-import tasks.s3
+import tasks.s3_client
 from flows.__main__ import main
 from prefect import get_run_logger
 from prefect.blocks.system import Secret
@@ -33,12 +33,12 @@ from prefect.exceptions import MissingContextError
 logging.getLogger().setLevel(logging.DEBUG)  # here alone: the server's every statement is not what is looked for
 
 # The planted fault: a log line that prints what it should not
-sound = tasks.s3._credentials
+sound = tasks.s3_client._credentials
 def talkative():
     with contextlib.suppress(MissingContextError):
         get_run_logger().debug("a client for %s", os.environ["PLANTED"])
     return sound()
-tasks.s3._credentials = talkative
+tasks.s3_client._credentials = talkative
 
 def command(code, *tokens):
     try:

@@ -16,7 +16,7 @@ import yaml
 
 from deployments.serve import environment
 from tasks import local_s3
-from tasks.s3 import s3_client
+from tasks.s3_client import s3_client
 
 ROOT = Path(__file__).parent.parent
 DEPLOYMENTS = ROOT / "deployments"

@@ -10,7 +10,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 import tasks.s3
-from tasks.s3 import S3Store, s3_client
+from tasks.s3 import S3Store
+from tasks.s3_client import s3_client
 from tasks.storage import (
     ArtifactIntegrityError,
     LocalStore,
