@@ -147,11 +147,12 @@ class VersionRow(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Versions by their number, and what happened to each model's champion."""
+    """Versions by their number, what happened to each model's champion, and what of either cannot be read."""
 
     model_config = ConfigDict(frozen=True)
     versions: list[VersionRow]
     history: dict[str, list[Change]]
+    damaged: list[str]
 
     def for_people(self) -> str:
         """One line per version and per change of a champion."""
@@ -162,6 +163,7 @@ class ModelList(BaseModel):
         ]
         for model, changes in self.history.items():
             lines += [change_line(model, change) for change in changes]
+        lines += [f"! {text}" for text in self.damaged]
         return "\n".join(lines) or "nothing is published here"
 
 
@@ -179,24 +181,32 @@ def versions(store: ObjectStore, model: str) -> list[int]:
 
 
 def list_models(store: ObjectStore, model: str | None) -> ModelList:
-    """Every version of one model or of all. Raises ObjectMissing when the named model has none."""
+    """Every version of one model or of all; a damaged one hides no other. Raises ObjectMissing when the named model has none."""
     if model is not None and not NAME.fullmatch(model):
         raise StoreError(f"{model!r} is no name for a model: letters, digits, '.', '_' and '-'")
     names = [model] if model else sorted({key.split("/")[1] for key in store.list("models/")})
-    rows, changes = [], {}
+    rows, changes, damaged = [], {}, []
     for name in names:
-        champion = champion_version(store, name)
+        champion = None
+        try:
+            champion = champion_version(store, name)
+            changes[name] = history(store, name)
+        except ArtifactIntegrityError as error:
+            damaged.append(str(error))
         for number in versions(store, name):
-            found = read_manifest(store, name, number)
+            try:
+                found = read_manifest(store, name, number)
+            except ArtifactIntegrityError as error:
+                damaged.append(str(error))
+                continue
             row = VersionRow(
                 model=name, version=number, champion=champion == number, family=found.family,
                 epochs=found.epochs, stop_reason=found.stop_reason, dataset=found.dataset.fingerprint, run_key=found.run_key,
             )  # fmt: skip
             rows.append(row)
-        changes[name] = history(store, name)
-    if model and not rows:
+    if model and not (rows or damaged):
         raise ObjectMissing(f"no version of {model} in {store.uri}")
-    return ModelList(versions=rows, history=changes)
+    return ModelList(versions=rows, history=changes, damaged=damaged)
 
 
 class Lineage(BaseModel):

@@ -41,6 +41,20 @@ def test_versions_are_listed_by_number_and_the_champion_is_marked(store, folder)
         list_models(store, "../dqn")
 
 
+@pytest.mark.parametrize("damaged", ["2/manifest.json", "champion.json", "history/1.json"])
+def test_what_is_damaged_is_listed_and_hides_nothing_else(folder, damaged):
+    store = LocalStore(folder / "store")
+    publish_seeds(store, folder, range(3))
+    promote(store, "dqn", 1, why="first")
+    path = folder / "store" / "models" / "dqn" / damaged
+    path.write_bytes(path.read_bytes()[:-9])
+    found = list_models(store, None)
+    assert [row.version for row in found.versions] == ([1, 3] if "manifest" in damaged else [1, 2, 3])
+    (told,) = found.damaged
+    assert damaged in told
+    assert f"! {told}" in found.for_people()
+
+
 def test_each_rollback_goes_one_champion_back_and_is_recorded(store, folder):
     publish_seeds(store, folder, range(3))
     for number in (1, 2, 3):
