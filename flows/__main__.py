@@ -129,7 +129,7 @@ def _options(prefix: str, values: dict[str, Any]) -> list[tuple[str, str]]:
 def _exit_code(error: BaseException) -> int:
     """By class name along the error's bases, so that no heavy module loads to compare with."""
     names = {base.__name__ for base in type(error).__mro__}
-    if names & {"DataContractError"}:
+    if names & {"DataContractError", "UnfitSeriesError"}:
         return 3
     if names & {"ArtifactIntegrityError", "CheckpointError", "StoreConflict"}:
         return 4

@@ -17,6 +17,10 @@ from models.features import FeatureContract
 Block = Literal["train", "val", "test"]
 
 
+class UnfitSeriesError(ValueError):
+    """Sound rows that a model cannot learn or forecast from; the message names the series."""
+
+
 @dataclass(frozen=True)
 class SeriesArrays:
     """All series of a dataset, one after the other, each in rising time: N rows, S series.

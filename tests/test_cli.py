@@ -115,10 +115,12 @@ def test_ui_pages_ask_the_port_that_serves_them(monkeypatch, capfd):
 
 def test_exit_codes_follow_the_kind_of_error():
     from models.checkpoint import CheckpointError
+    from models.windows import UnfitSeriesError
     from tasks.expectations import DataContractError
     from tasks.storage import ArtifactIntegrityError, StoreError
 
     assert _exit_code(DataContractError("x")) == 3
+    assert _exit_code(UnfitSeriesError("x")) == 3
     assert _exit_code(ArtifactIntegrityError("x")) == 4
     assert _exit_code(CheckpointError("x")) == 4
     assert _exit_code(StoreError("x")) == 1

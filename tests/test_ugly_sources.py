@@ -1,22 +1,26 @@
 """Files as other programs leave them, through the command line: each is accepted as the rows that it holds, or refused with
-file, column and count. Each case is made here, small, with the fault of a real one."""
+file, column and count; and sources that other libraries train or forecast wrongly from. Each case is made here, small, with the
+fault of a real one."""
 
 import json
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 from prefect.testing.utilities import prefect_test_harness
 from synthetic import market_tables
 
 from flows.__main__ import main
+from models.checkpoint import load_checkpoint
 
 SERIES = {"AAPL": 80, "IBM": 80}
 SIZES = {"static": 2, "historical": 12, "future": 2}
@@ -36,33 +40,24 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def ingest(tmp_path, capfd):
-    """Run `forecastle ingest` on a folder: exit code, the JSON object, what people read."""
-    (tmp_path / "contract.toml").write_text(CONTRACT)
+def forecastle(tmp_path, capfd):
+    """Run a command on the store in `tmp_path`: exit code, the JSON object, what people read."""
 
-    def run(source, *options):
+    def run(*tokens):
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
-            main(
-                [
-                    "ingest",
-                    str(source),
-                    "--contract",
-                    str(tmp_path / "contract.toml"),
-                    "--store",
-                    store_of(tmp_path),
-                    "--json",
-                    *options,
-                ]
-            )
+            main([*map(str, tokens), "--store", (tmp_path / "store").as_uri(), "--json"])
         out, err = capfd.readouterr()
         return ended.value.code, json.loads(out), err
 
     return run
 
 
-def store_of(folder):
-    return (folder / "store").as_uri()
+@pytest.fixture
+def ingest(tmp_path, forecastle):
+    """Run `forecastle ingest` on a folder."""
+    (tmp_path / "contract.toml").write_text(CONTRACT)
+    return lambda source, *options: forecastle("ingest", source, "--contract", tmp_path / "contract.toml", *options)
 
 
 def canonical():
@@ -235,7 +230,20 @@ def truncated_file(folder):
     return ("b.parquet: cut short",)
 
 
-REFUSED = (nulls_nans_infs, nan_hidden_by_statistics, duplicates, mixed_schema, zero_byte_file, truncated_file)
+def text_for_numbers(folder):
+    write(folder / "data.parquet", replaced(canonical()["AAPL"], "hist_004", pa.array(["x"] * 80)))
+    return ("data.parquet: column 'hist_004' is string", "expected float")
+
+
+def zero_rows(folder):
+    write(folder / "data.parquet", canonical()["AAPL"].slice(0, 0))
+    return ("zero rows in 1 files",)
+
+
+REFUSED = (
+    nulls_nans_infs, nan_hidden_by_statistics, duplicates, mixed_schema, text_for_numbers, zero_byte_file, truncated_file,
+    zero_rows,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda c: c.__name__)
@@ -268,3 +276,116 @@ def test_the_summary_says_what_happened_to_bad_rows_that_were_set_aside(ingest, 
     (source,) = record["sources"].values()
     assert source["rows"] == 80
     assert len(source["sha256"]) == 64
+
+
+# --- trained on and forecast from ----------------------------------------------------------------------------------
+
+TINY = {
+    "context": 8, "horizon": 3, "hidden-size": 8, "num-heads": 2, "grn-layers": 0, "epochs": 1, "updates-per-epoch": 2,
+    "batch-size": 4, "windows-per-start": 2, "final-weights": "last", "device": "cpu", "early-stopping.patience": 0,
+}  # fmt: skip
+WHOLE = ("--config.split.cut-dates", "2090-01-01", "2091-01-01")  # every row is of the train block
+
+
+@pytest.fixture
+def train(ingest, forecastle):
+    """Ingest a table and train a small TFT on it: exit code, what it tells, what people read."""
+
+    def run(table, folder, *options, **config):
+        write(folder / "data.parquet", table)
+        code, found, err = ingest(folder)
+        assert code == 0, err
+        tokens = [t for key, value in {**TINY, **config}.items() for t in (f"--config.{key}", value)]
+        return forecastle("train", "tft", "--dataset", found["dataset"], *tokens, *options)
+
+    return run
+
+
+def weights_of(found):
+    (name,) = [name for name in found["files"] if "_final_" in name]
+    return load_checkpoint(Path(unquote(urlsplit(found["uri"]).path)) / name, found["files"][name]["sha256"]).tensors
+
+
+def test_a_jump_of_scale_after_the_train_block_changes_no_statistic_and_no_weight(train, tmp_path):
+    plain = market_tables({"AAPL": 200}, **SIZES)["AAPL"]
+    jump = plain
+    for name in ("price", "target", "hist_000"):
+        factors = np.where(np.arange(200) < 170, 1.0, 1000.0).astype(plain[name].to_numpy().dtype)
+        jump = replaced(jump, name, pa.array(plain[name].to_numpy() * factors))
+    found = [weights_of(train(table, tmp_path / str(at))[1]) for at, table in enumerate((plain, jump))]
+    assert found[0].keys() == found[1].keys()
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+    def statistics(table, rows):
+        past, ahead = (
+            np.stack([table[f"{k}_{i:03d}"].to_numpy()[:rows] for i in range(n)], axis=1).astype(np.float64)
+            for k, n in (("hist", 12), ("fut", 2))
+        )
+        return {
+            "historical_mean": past.mean(0), "historical_scale": past.std(0), "future_mean": ahead.mean(0),
+            "future_scale": ahead.std(0), "target_scale": np.diff(np.log(table["target"].to_numpy()[:rows])).std(),
+            "static_low": np.array([0.0, 1.0]), "static_high": np.array([0.0, 1.0]),
+        }  # fmt: skip
+
+    def off(name, table, rows):
+        return np.abs(found[1][f"scaler.{name}"].numpy() - statistics(table, rows)[name]).max()
+
+    assert max(off(name, jump, 140) for name in statistics(jump, 140)) < 1e-6
+    assert min(off(name, jump, 200) for name in ("historical_mean", "future_mean", "target_scale")) > 1e-6, "of all rows"
+
+
+def test_a_series_and_a_code_never_seen_are_forecast_with_one_warning_that_names_both(train, forecastle, tmp_path, caplog):
+    assert train(market_tables({"AAPL": 130}, **SIZES)["AAPL"], tmp_path / "train")[0] == 0
+    new = market_tables({"NEWX": 130}, **SIZES, seed=1)["NEWX"]
+    new = replaced(new, "static_001", pa.array(np.full(130, 99, np.float32)))
+    write(tmp_path / "new" / "data.parquet", new)
+    code, found, err = forecastle("predict", "tft", tmp_path / "new", tmp_path / "out.parquet")
+    assert (code, found["rows"]) == (0, 3), err
+    table = pq.read_table(tmp_path / "out.parquet")
+    quantiles = np.stack([table[name].to_numpy() for name in ("p10", "p50", "p90")], axis=1)
+    assert np.isfinite(quantiles).all()
+    assert (np.diff(quantiles) >= 0).all()
+    (warning,) = [record for record in caplog.records if "NEWX" in record.getMessage()]
+    assert warning.levelname == "WARNING"
+    assert "static_001 is 99" in warning.getMessage()
+
+
+def test_windows_of_unequal_series_are_counted_and_too_short_ones_named_and_refused_alone(train, tmp_path):
+    series = {"AAPL": 200, "FB": 75, "IBM": 61, "MSFT": 12}
+    tables = market_tables(series, **SIZES)
+    long = {"context": 30, "horizon": 10}
+    code, found, _ = train(pa.concat_tables(tables.values()), tmp_path / "all", *WHOLE, **long)
+    assert (code, found["metrics"]["windows"]["train"], found["metrics"]["short_series"]) == (0, 161 + 36 + 22, {"MSFT": 12})
+    code, found, _ = train(tables["IBM"], tmp_path / "ibm", *WHOLE, **long)
+    assert (code, found["metrics"]["windows"]["train"]) == (0, 22)
+    code, found, _ = train(tables["MSFT"], tmp_path / "msft", *WHOLE, **long)
+    assert (code, found["exit_code"]) == (3, 3)
+    assert "context 30 + horizon 10" in found["error"]
+    assert "{'MSFT': 12}" in found["error"]
+
+
+def test_targets_of_the_horizon_change_no_forecast(train, forecastle, tmp_path):
+    table = market_tables({"AAPL": 160}, **SIZES)["AAPL"]
+    for name in table.schema.names:
+        if name.startswith("hist_"):
+            table = replaced(table, name, pa.array(np.zeros(160, np.float32)))
+    ones = pa.array(np.ones(160))
+    table = replaced(replaced(table, "price", ones), "target", ones)
+    assert train(table, tmp_path / "train")[0] == 0
+    horizon = range(157, 160)
+    fives = gone = table
+    for name in table.schema.names:
+        if name in ("price", "target"):
+            fives = spoilt(fives, name, dict.fromkeys(horizon, 5.0))
+        if name.startswith(("hist_", "static_")) or name in ("price", "target"):
+            gone = spoilt(gone, name, dict.fromkeys(horizon))
+    before = spoilt(table, "target", {156: 5.0})
+    found = {}
+    for name, rows in {"ones": table, "fives": fives, "gone": gone, "before": before}.items():
+        write(tmp_path / name / "data.parquet", rows)
+        code, _, err = forecastle("predict", "tft", tmp_path / name, tmp_path / f"{name}.parquet")
+        assert code == 0, err
+        found[name] = pq.read_table(tmp_path / f"{name}.parquet").to_pylist()
+    assert found["ones"] == found["fives"] == found["gone"]
+    assert found["before"] != found["ones"]  # the last target that is known: seen

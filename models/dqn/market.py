@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.dqn.config import DQNConfig
-from models.windows import Block, SeriesArrays, block_rows
+from models.windows import Block, SeriesArrays, UnfitSeriesError, block_rows
 
 POSITIONS = (-1, 0, 1)
 ACTIONS = ("sell", "hold", "buy")
@@ -59,13 +59,13 @@ def feature_table(series: SeriesArrays) -> Tensor:
 def log_returns(series: SeriesArrays) -> Tensor:
     """Log return from row t to t + 1, [N] float64; 0 on the last complete row of a series and after it.
 
-    Raises ValueError naming the series whose price is not above zero: such a thing cannot be traded.
+    Raises UnfitSeriesError naming the series whose price is not above zero: such a thing cannot be traded.
     """
     out = np.zeros(len(series.price))
     for name, first, rows in zip(series.names, series.offsets[:-1], series.history_rows, strict=True):
         price = series.price[first : first + rows]
         if (wrong := int((price <= 0).sum())) > 0:
-            raise ValueError(f"series {name}: {wrong} of {rows} prices are not above zero; the DQN cannot trade it")
+            raise UnfitSeriesError(f"series {name}: {wrong} of {rows} prices are not above zero; the DQN cannot trade it")
         out[first : first + rows - 1] = np.diff(np.log(price))
     return torch.from_numpy(out)
 
@@ -102,12 +102,12 @@ class Market:
 
 
 def market_of(config: DQNConfig, series: SeriesArrays) -> Market:
-    """Raises ValueError when no series has two train rows, or a price is not above zero."""
+    """Raises UnfitSeriesError when no series has two train rows, or a price is not above zero."""
     blocks = block_rows(series, config.split, series.contract.lookback_bars + 1)
     segments = segments_of(blocks["train"])
     if not len(segments):
         lengths = dict(zip(series.names, series.history_rows.tolist(), strict=True))
-        raise ValueError(f"no series has two rows in the train block; rows by series: {lengths}")
+        raise UnfitSeriesError(f"no series has two rows in the train block; rows by series: {lengths}")
     raw, returns = feature_table(series), log_returns(series)
     scaler = FeatureScaler.fit(raw[torch.cat([torch.arange(int(a), int(b)) for a, b in segments])])
     return Market(scaler.apply(raw), returns, scaler, reward_scale_of(returns, blocks["train"]), blocks)

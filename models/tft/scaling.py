@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.tft.baselines import Past, Ridge, aimed_origins, linear_inputs, linear_models, pooled_model, volatility
-from models.windows import SeriesArrays, WindowBatch
+from models.windows import SeriesArrays, UnfitSeriesError, WindowBatch
 
 logger = logging.getLogger(__name__)
 Floats = NDArray[np.float64]
@@ -112,23 +112,24 @@ class Scaler:
         return np.array([place.get(name, len(self.names)) for name in series.names], np.int64)
 
     def warn_unseen(self, series: SeriesArrays) -> None:
-        """Log the series that training never saw, and static codes outside the range that it saw."""
-        for name in series.names:
-            if name not in self.names:
-                logger.warning("series %s was not in training: pooled statistics are used", name)
+        """Log every series that training never saw, or with static codes outside the range that it saw, in one line each."""
         columns = series.contract.groups()["static"]
-        for s, v in np.argwhere((series.static < self.static_low) | (series.static > self.static_high)):
-            logger.warning("series %s: %s is %g, a code never seen in training", series.names[s], columns[v], series.static[s, v])
+        outside = (series.static < self.static_low) | (series.static > self.static_high)
+        for name, static, odd in zip(series.names, series.static, outside, strict=True):
+            said = [] if name in self.names else ["not in training, pooled statistics are used"]
+            said += [f"{columns[v]} is {static[v]:g}, a code never seen in training" for v in np.flatnonzero(odd)]
+            if said:
+                logger.warning("series %s: %s", name, "; ".join(said))
 
     def check_ratio(self, series: SeriesArrays, target: Floats, rows: NDArray[np.int64]) -> None:
-        """Raises ValueError naming the series when a log ratio cannot be taken of the target at one of the complete `rows`."""
+        """Raises UnfitSeriesError naming series of whose target a log ratio cannot be taken at a complete one of `rows`."""
         if self.anchor != "ratio":
             return
         which = series.series_of_row[rows]
         bad = which[(target[rows] <= 0) & (rows < (series.offsets[:-1] + series.history_rows)[which])]
         if len(bad):
             names = ", ".join(series.names[s] for s in np.unique(bad))
-            raise ValueError(
+            raise UnfitSeriesError(
                 f"anchor ratio needs a target above zero, after the train block too: use linear, difference or none: {names}"
             )
 

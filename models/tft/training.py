@@ -30,7 +30,7 @@ from models.tft.plan import fitting_plan
 from models.tft.quantisation import fine_tune, unpacked
 from models.tft.rolling import more_models
 from models.tft.scaling import Floats, Frame, Scaler
-from models.windows import SeriesArrays, WindowBatch, WindowDataset, block_rows, last_windows
+from models.windows import SeriesArrays, UnfitSeriesError, WindowBatch, WindowDataset, block_rows, last_windows
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _train(
         WindowDataset(series, blocks[name], config.context, config.horizon) for name in ("train", "val", "test")
     )  # fmt: skip
     if not len(training):
-        raise ValueError(
+        raise UnfitSeriesError(
             f"no series is long enough for context {config.context} + horizon {config.horizon} in its train block; "
             f"rows by series: {training.short_series}"
         )
@@ -377,7 +377,9 @@ def forecast(snapshot: Snapshot, series: SeriesArrays) -> list[Forecast]:
     if windows.short_series:
         logger.warning("too short to forecast from: %s", windows.short_series)
     if not len(windows):
-        raise ValueError(f"no series has {config.context} complete rows and {config.horizon} rows ahead: {windows.short_series}")
+        raise UnfitSeriesError(
+            f"no series has {config.context} complete rows and {config.horizon} rows ahead: {windows.short_series}"
+        )
     scaler.warn_unseen(series)
     target, rows = series.target(config.target), scaler.rows_of(series)
     batch = windows.batch(windows.sequential_starts(1), 1)
