@@ -1,18 +1,23 @@
 """What all staged rows say together: duplicate keys and changing statics found, rows sorted by series and time, in parts. Uses
-DuckDB, in bounded memory; whether a number is finite is not asked here."""
+DuckDB for keys and pyarrow for rows, in bounded memory; whether a number is finite is not asked here."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from models.config import IngestConfig
+from models.features import FeatureContract
 from tasks.datasets import part_writer
 from tasks.rows import BATCH_ROWS, ROW, staged_schema
 
@@ -136,40 +141,119 @@ def write_quarantine(connection: duckdb.DuckDBPyConnection, staging: Staging) ->
 def write_sorted(
     connection: duckdb.DuckDBPyConnection, staging: Staging, written: Callable[[int], None]
 ) -> tuple[list[Path], int]:
-    """The staged rows in order, in parts; how many. `written` is told the rows so far."""
-    contract = staging.contract
-    schema = staged_schema(contract)
-    columns = ", ".join(_quote(name) for name in contract.columns)
-    query = (
-        f"SELECT {columns} FROM {_scan(staging.raw)} ANTI JOIN aside USING ({FILE}, {ROW}) "
-        f"ORDER BY {_quote(contract.entity)}, {_quote(contract.timestamp)}"
-    )
-    if not connection.sql("SELECT count(*) FROM aside").fetchall()[0][0]:
-        query = query.replace(f"ANTI JOIN aside USING ({FILE}, {ROW}) ", "")
-    parts: list[Path] = []
-    rows = 0
-    with contextlib.ExitStack() as stack:
-        for number, block in enumerate(_blocks(connection.sql(query).to_arrow_reader(BLOCK_ROWS))):
-            if number % PART_BLOCKS == 0:
-                stack.pop_all().close()
-                parts.append(staging.folder / f"part-{len(parts):05d}.parquet")
-                writer = stack.enter_context(part_writer(parts[-1], schema, contract))
-            writer.write_table(block.cast(schema))
-            rows += block.num_rows
-            written(rows)
+    """The staged rows in order, in parts; how many. `written` is told the rows so far.
+
+    DuckDB sorts keys alone: whole rows of 229 columns it sorts in many times the memory and time, or not at all. Rows go as
+    records of one size to their places in a file, which is then read in order.
+    """
+    contract, path = staging.contract, staging.folder / "ordered-rows"
+    places, names, counts = _order(connection, staging)
+    rows = int(counts.sum())
+    kinds = _kinds(contract)
+    width = -(-len(contract.columns) // 8)
+    record = np.dtype([*((kind, kind, (len(columns),)) for kind, columns in kinds.items()), ("null", "u1", (width,))])
+    with open(path, "w+b") as file:
+        done = start = 0
+        for raw, source in zip(staging.raw, staging.names, strict=True):
+            with pq.ParquetFile(raw) as opened:
+                for batch in opened.iter_batches(BATCH_ROWS):
+                    place = places[start + batch[ROW].to_numpy()]
+                    _put(file, _records(batch, contract, record, kinds), place)
+                    done += batch.num_rows
+                    written(min(done, rows) // 2)
+            start += staging.rows[source]
+        file.seek(0)
+        parts: list[Path] = []
+        owner = np.repeat(np.arange(len(names)), counts)
+        with contextlib.ExitStack() as stack:
+            for number, at in enumerate(range(0, rows, BLOCK_ROWS)):
+                if number % PART_BLOCKS == 0:
+                    stack.pop_all().close()
+                    parts.append(staging.folder / f"part-{len(parts):05d}.parquet")
+                    writer = stack.enter_context(part_writer(parts[-1], staged_schema(contract), contract))
+                entities = names.take(pa.array(owner[at : at + BLOCK_ROWS]))
+                writer.write_table(_table(file, entities, contract, record, kinds))
+                written((rows + at + len(entities)) // 2)
+    path.unlink()
     return parts, rows
 
 
-def _blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """All rows, BLOCK_ROWS at a time whatever the batches: the same rows are then the same bytes."""
-    held: list[pa.RecordBatch] = []
-    room = BLOCK_ROWS
-    for batch in batches:
-        while batch.num_rows >= room:
-            yield pa.Table.from_batches([*held, batch.slice(0, room)]).combine_chunks()
-            batch, held, room = batch.slice(room), [], BLOCK_ROWS
-        if batch.num_rows:
-            held.append(batch)
-            room -= batch.num_rows
-    if held:
-        yield pa.Table.from_batches(held).combine_chunks()
+def _order(connection: duckdb.DuckDBPyConnection, staging: Staging) -> tuple[NDArray[np.int64], pa.Array, NDArray[np.int64]]:
+    """Place in the order by series and time of every row read, file after file, -1 for rows set aside; names and rows of the
+    series in order."""
+    entity, moment = _quote(staging.contract.entity), _quote(staging.contract.timestamp)
+    left = f"{_scan(staging.raw)} ANTI JOIN aside USING ({FILE}, {ROW})"
+    if not connection.sql("SELECT count(*) FROM aside").fetchall()[0][0]:
+        left = _scan(staging.raw)
+    starts = np.cumsum([0, *(staging.rows[name] for name in staging.names)])
+    places = np.full(starts[-1], -1, np.int64)
+    raw = pa.array([str(path) for path in staging.raw])
+    at = 0
+    for batch in connection.sql(f"SELECT {FILE}, {ROW} FROM {left} ORDER BY {entity}, {moment}").to_arrow_reader(BLOCK_ROWS):
+        file = pc.index_in(batch[FILE], raw).to_numpy()
+        places[starts[file] + batch[ROW].to_numpy()] = np.arange(at, at + batch.num_rows)
+        at += batch.num_rows
+    series = connection.sql(f"SELECT {entity}, count(*) FROM {left} GROUP BY 1 ORDER BY 1").fetchall()
+    return places, pa.array([name for name, _ in series], pa.string()), np.array([count for _, count in series], np.int64)
+
+
+def _kinds(contract: FeatureContract) -> dict[str, list[str]]:
+    """Columns of numbers by their type in a record."""
+    kinds: dict[str, list[str]] = {"<i8": [contract.timestamp], "<f8": [], "<f4": []}
+    for field in staged_schema(contract):
+        if pa.types.is_floating(field.type):
+            kinds["<f8" if field.type == pa.float64() else "<f4"].append(field.name)
+    return kinds
+
+
+def _records(
+    batch: pa.RecordBatch, contract: FeatureContract, record: np.dtype[Any], kinds: dict[str, list[str]]
+) -> NDArray[np.void]:
+    """The numbers of some rows, a record each; a bit by column tells where there is none."""
+    out = np.zeros(batch.num_rows, record)
+    null = np.zeros((batch.num_rows, len(contract.columns)), bool)
+    for kind, names in kinds.items():
+        for i, name in enumerate(names):
+            column = batch[name].cast("int64") if kind == "<i8" else batch[name]
+            if column.null_count:
+                null[:, contract.columns.index(name)] = column.is_null().to_numpy(zero_copy_only=False)
+                column = column.fill_null(0)
+            out[kind][:, i] = column.to_numpy()
+    if null.any():
+        out["null"] = np.packbits(null, axis=1)
+    return out
+
+
+def _put(file: BinaryIO, records: NDArray[np.void], places: NDArray[np.int64]) -> None:
+    """Write records at their places, neighbours at once; those without a place are left out."""
+    order = np.argsort(places, kind="stable")
+    order = order[np.searchsorted(places[order], 0) :]
+    records, places = records[order], places[order]
+    bounds = np.flatnonzero(np.diff(places, prepend=-2, append=-2) != 1)
+    for a, b in itertools.pairwise(bounds.tolist()):
+        file.seek(int(places[a]) * records.itemsize)
+        file.write(records.data[a:b])
+
+
+def _table(
+    file: BinaryIO, entities: pa.Array, contract: FeatureContract, record: np.dtype[Any], kinds: dict[str, list[str]]
+) -> pa.Table:
+    """The next records as columns, beside the entities that they belong to."""
+    rows = len(entities)
+    values = {name: np.empty(rows, kind) for kind, names in kinds.items() for name in names}
+    null = np.zeros((rows, len(contract.columns)), bool)
+    for at in range(0, rows, BATCH_ROWS):
+        found = np.frombuffer(file.read(min(BATCH_ROWS, rows - at) * record.itemsize), record)
+        place = slice(at, at + len(found))
+        for kind, names in kinds.items():
+            for i, name in enumerate(names):
+                values[name][place] = found[kind][:, i]
+        if found["null"].any():
+            null[place] = np.unpackbits(found["null"], axis=1, count=len(contract.columns))
+    arrays = [entities]
+    for field in staged_schema(contract):
+        if field.name != contract.entity:
+            missing = null[:, contract.columns.index(field.name)]
+            array = pa.array(values.pop(field.name), mask=missing if missing.any() else None)
+            arrays.append(array.cast(field.type))
+    return pa.Table.from_arrays(arrays, schema=staged_schema(contract))
