@@ -302,25 +302,34 @@ def _series_fault(rule: Rule, row: dict[str, Any], staged: StagedFiles) -> str:
     return f"'{row['feature']}': {said[rule.column]}; in {', '.join(list(staged.sources)[:3])}"
 
 
-def _run_suite(tables: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[list[tuple[bool, list[str]]], str]:
-    """Run RULES by Great Expectations: per rule whether it passed and which columns failed; the Data Docs, in `folder`,
-    go when the staged rows go."""
+def gx_context(docs: Path) -> Any:
+    """A context of Great Expectations that keeps nothing but the Data Docs, in a folder."""
     import os
 
     os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
     import great_expectations as gx
+
+    context = gx.get_context(mode="ephemeral")
+    context.delete_data_docs_site("local_site")  # it would stand in a temporary folder that nobody removes
+    site: Any = {
+        "class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"},
+        "store_backend": {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs)},
+    }  # fmt: skip
+    context.add_data_docs_site("local_site", site)
+    bars: Any = {"globally": False}
+    context.variables.progress_bars = bars
+    return context
+
+
+def _run_suite(tables: dict[str, list[dict[str, Any]]], folder: Path) -> tuple[list[tuple[bool, list[str]]], str]:
+    """Run RULES by Great Expectations: per rule whether it passed and which columns failed; the Data Docs, in `folder`,
+    go when the staged rows go."""
+    root = Path(tempfile.mkdtemp(prefix="data-docs-", dir=folder))
+    context = gx_context(root)
+    import great_expectations as gx
     import pandas as pd
 
     gxe: Any = import_module("great_expectations.expectations")
-
-    root = Path(tempfile.mkdtemp(prefix="data-docs-", dir=folder))
-    context = gx.get_context(mode="ephemeral")
-    keep = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(root)}
-    index = {"class_name": "DefaultSiteIndexBuilder"}
-    context.delete_data_docs_site("local_site")
-    context.add_data_docs_site("local_site", {"class_name": "SiteBuilder", "site_index_builder": index, "store_backend": keep})
-    bars: Any = {"globally": False}
-    context.variables.progress_bars = bars
     source = context.data_sources.add_pandas("profile")
     # Where every key is null there is no series, and nothing to say of it
     frames = {name: pd.DataFrame(rows) for name, rows in tables.items() if rows}

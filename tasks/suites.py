@@ -5,13 +5,12 @@ What was checked, by which SQL and with which result is kept beside the Data Doc
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.features import canonical_json
-from tasks.expectations import RULES, DataContractError, DataReport, ValidationEngineError
+from tasks.expectations import RULES, DataContractError, DataReport, ValidationEngineError, gx_context
 
 if TYPE_CHECKING:
     from tasks.staging import StagedFiles
@@ -80,7 +79,7 @@ def _against(suite: dict[str, Any]) -> str:
 
 def _run(suite: dict[str, Any], staged: StagedFiles, report: DataReport, docs: Path) -> list[dict[str, Any]]:
     """The result of every expectation as JSON, and the suite's own Data Docs in `docs`."""
-    os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
+    context = gx_context(docs)
     import great_expectations as gx
     import pandas as pd
 
@@ -90,15 +89,6 @@ def _run(suite: dict[str, Any], staged: StagedFiles, report: DataReport, docs: P
     else:
         tables = {"columns": report.profile.judged, "series": report.profile.series, "keys": [report.profile.keys]}
         frame = pd.DataFrame(tables[against])
-    context = gx.get_context(mode="ephemeral")
-    context.delete_data_docs_site("local_site")
-    site: Any = {
-        "class_name": "SiteBuilder", "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"},
-        "store_backend": {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(docs)},
-    }  # fmt: skip
-    context.add_data_docs_site("local_site", site)
-    bars: Any = {"globally": False}
-    context.variables.progress_bars = bars
     try:
         added = context.suites.add(gx.ExpectationSuite(name=suite["name"], expectations=suite["expectations"]))
     except Exception as error:
@@ -110,7 +100,7 @@ def _run(suite: dict[str, Any], staged: StagedFiles, report: DataReport, docs: P
     batch = asset.add_batch_definition_whole_dataframe("all")
     definition = context.validation_definitions.add(gx.ValidationDefinition(data=batch, suite=added, name=suite["name"]))
     outcome = definition.run(batch_parameters={"dataframe": frame}, result_format="SUMMARY")
-    found: list[dict[str, Any]] = outcome.to_json_dict()["results"]  # type: ignore[no-untyped-call]
+    found: list[dict[str, Any]] = outcome.to_json_dict()["results"]
     if len(found) != len(suite["expectations"]):
         raise ValidationEngineError(f"suite {suite['name']}: {len(found)} of {len(suite['expectations'])} expectations evaluated")
     for result in found:
