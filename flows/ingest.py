@@ -91,16 +91,14 @@ def ingest(
     link_data_docs(docs, source)
     keep(opened, dataset.fingerprint, drift.profile)
     show_drift(drift, source)
-    about = {
-        "prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}",
-        # Within a pipeline or a backfill it is the caller that decides what is trained
-        "forecastle.retrain": "false" if flow_run.parent_flow_run_id else "true",
-    }
+    # Within a pipeline or a backfill it is the caller that decides what is trained; of two events one starts it
+    retrain = not flow_run.parent_flow_run_id
     payload = {"dataset": uri, "fingerprint": dataset.fingerprint, "rows": dataset.rows, "store": opened.uri}
-    emit_event("dataset.landed", resource=about, payload=payload)
+    emit_event("dataset.landed", resource=about(dataset, retrain and not drift.drifted), payload=payload)
     if drift.drifted:
         compared = [drift.model_dump(mode="json", exclude={"features"}) for drift in drift.comparisons]
-        emit_event("dataset.drifted", resource=about, payload={**payload, "features": drift.drifted, "compared": compared})
+        moved = {**payload, "features": drift.drifted, "compared": compared}
+        emit_event("dataset.drifted", resource=about(dataset, retrain), payload=moved)
     return IngestReport(
         dataset=uri,
         fingerprint=dataset.fingerprint,
@@ -111,6 +109,11 @@ def ingest(
         files=staged.sources,
         data_docs=docs,
     )
+
+
+def about(dataset: Dataset, retrain: bool) -> dict[str, str]:
+    """The resource of an event about a dataset; automations train on it where it says so."""
+    return {"prefect.resource.id": f"dataset.{dataset.fingerprint[:16]}", "forecastle.retrain": str(retrain).lower()}
 
 
 def too_short(dataset: Dataset) -> list[str]:

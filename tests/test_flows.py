@@ -17,11 +17,11 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.testing.utilities import prefect_test_harness
-from synthetic import DAY, START, market_tables, write_market
-from test_data import cut_short, drop_column, nan, wrong_type, zero_rows
+from synthetic import DAY, START, write_market
 from test_leaks import leaking_source
 
 import tasks.retraining
+from deployments.apply import declared
 from flows.__main__ import main
 from flows.ingest import ingest
 from flows.pipeline import pipeline
@@ -296,20 +296,6 @@ SMALL = "".join(
 )
 
 
-@pytest.mark.parametrize("fault", [drop_column, nan, wrong_type, zero_rows, cut_short], ids=lambda f: f.__name__)
-def test_every_kind_of_bad_file_exits_3_with_file_column_and_count(fault, tmp_path, capfd):
-    expected = fault(market_tables({"AAA": 40, "BBB": 30}, static=3, historical=20, future=4), tmp_path / "bad")
-    (tmp_path / "contract.toml").write_text(SMALL)
-    command = ["ingest", str(tmp_path / "bad"), "--store", (tmp_path / "store").as_uri()]
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--contract", str(tmp_path / "contract.toml"), "--json"])
-    assert ended.value.code == 3
-    error = json.loads(capfd.readouterr().out)["error"]
-    for part in expected:
-        assert part in error
-    assert not (tmp_path / "store").exists()
-
-
 def test_a_leak_is_told_in_the_validation_table_and_refused_when_asked(tmp_path, capfd, caplog):
     leaking_source(tmp_path / "source")
     (tmp_path / "contract.toml").write_text(SMALL)
@@ -344,6 +330,12 @@ def test_a_source_unlike_the_champions_is_told_plotted_and_sent_as_an_event(move
     with get_client(sync_client=True) as client:
         texts = [a.data for a in client.read_artifacts(limit=200) if a.key == "drift"]
     (text,) = [t for t in texts if str(copy) in t]
+    triggers = [entry["trigger"] for entry in declared("automations.yaml") if entry["name"].startswith("retrain-")]
+    for trigger in triggers:
+        retrain = trigger["match"]["forecastle.retrain"]
+        started = [n for n, about, _ in events if n in trigger["expect"] and about["forecastle.retrain"] == retrain]
+        assert started == [events[-1][0]], "one of two events trains"
+    assert len(triggers) == 2
     if moved:
         _, resource, payload = events[1]
         assert resource == {"prefect.resource.id": f"dataset.{found.fingerprint[:16]}", "forecastle.retrain": "true"}
