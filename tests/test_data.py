@@ -1,15 +1,12 @@
-"""Ingest: every ugly input has its outcome, the profile equals NumPy, the same rows are the same dataset."""
+"""Ingest from source to dataset: the same rows are the same dataset, what footers promise, the gate, the dataset and its cache.
+Rules have bad rows and good twins in test_rules.py, files of other programs stand in test_ugly_sources.py."""
 
-import os
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from synthetic import PREFIXES, market_tables, small_contract, write_market
@@ -96,49 +93,6 @@ def test_other_files_order_columns_types_and_zones_give_the_same_fingerprint(cle
     assert (dataset.fingerprint, staged.ignored_columns) == (wanted, ("__index_level_0__",))
 
 
-def test_fingerprint_does_not_depend_on_the_machines_time_zone(clean, tmp_path):
-    code = (
-        "import sys\nfrom pathlib import Path\nsys.path.insert(0, 'tests')\nfrom test_data import fingerprint\n"
-        f"print(fingerprint({str(clean)!r}, Path(sys.argv[1])))"
-    )
-    prints = {
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / zone.replace("/", "-"))], env={**os.environ, "TZ": zone},
-            capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
-        ).stdout
-        for zone in ("UTC", "Asia/Tokyo")
-    }  # fmt: skip
-    assert len(prints) == 1
-
-
-def test_hive_key_is_decoded_and_supplies_the_entity_only_where_the_file_has_none(tables, tmp_path):
-    hive = tmp_path / "hive"
-    for name, table in tables.items():
-        key = {"AAA": "BRK%2FB", "BBB": "BBB"}[name]
-        write(hive / f"entity_id={key}", table.drop_columns(["entity_id"]))
-    (hive / "_SUCCESS").touch()
-    (hive / "entity_id=BBB" / ".part.crc").write_bytes(b"crc")
-    write(hive / "_temporary", tables["AAA"])
-    assert ingest(hive, tmp_path / "a")[0].series == {"BBB": 30, "BRK/B": 40}
-    assert ingest(write(tmp_path / "h" / "entity_id=XXX", tables["AAA"]), tmp_path / "b")[0].series == {"AAA": 40}
-
-
-def test_decimal_price_is_exact_to_a_millionth_and_an_empty_file_is_fine(tables, tmp_path):
-    table = tables["AAA"]
-    decimal = replaced(table, "price", pc.round(table["price"], 6).cast(pa.decimal128(18, 6)))
-    source = write(tmp_path / "s", decimal)
-    empty = {n: pa.array([], pa.null() if n == "entity_id" else table.schema.field(n).type) for n in table.schema.names}
-    pq.write_table(pa.table(empty), source / "z.parquet")
-    staged = stage(source, tmp_path)
-    assert np.abs(series_from_staged(staged).price - table["price"].to_numpy()).max() < 1e-6
-
-
-def test_every_short_series_is_kept(tmp_path):
-    source = tmp_path / "s"
-    write_market(source, series={"AAA": 90, "FB": 40, "ONE": 1}, **SMALL)
-    assert ingest(source, tmp_path / "a")[0].series == {"AAA": 90, "FB": 40, "ONE": 1}
-
-
 def test_globs_lists_and_single_files_are_sources(clean, tmp_path):
     assert len(list_sources(str(clean / "*.parquet"))) == 2
     assert len(list_sources([str(clean / "AAA.parquet"), str(clean)])) == 2
@@ -176,20 +130,9 @@ def test_fingerprint_tells_a_changed_bit_a_swap_of_columns_and_another_name(clea
 # --- refused -------------------------------------------------------------------------------------------------------
 
 
-def drop_column(tables, folder):
-    write(folder, tables["AAA"], tables["BBB"].drop_columns(["hist_010"]))
-    return ("part-1.parquet", "hist_010", "30 rows")
-
-
 def wrong_type(tables, folder):
     write(folder, replaced(tables["AAA"], "hist_004", pa.array(["x"] * 40)))
     return ("part-0.parquet", "hist_004", "string", "expected float")
-
-
-def types_differ(tables, folder):
-    table = tables["BBB"]
-    write(folder, tables["AAA"], replaced(table, "hist_004", table["hist_004"].cast(pa.float64())))
-    return ("part-1.parquet", "hist_004", "double", "part-0.parquet")
 
 
 def zones_differ(tables, folder):
@@ -218,25 +161,6 @@ def zero_rows(tables, folder):
     return ("zero rows",)
 
 
-def zero_bytes(tables, folder):
-    write(folder, tables["AAA"])
-    (folder / "part-9.parquet").touch()
-    return ("part-9.parquet", "0 bytes")
-
-
-def cut_short(tables, folder):
-    write(folder, tables["AAA"], tables["BBB"])
-    path = folder / "part-1.parquet"
-    path.write_bytes(path.read_bytes()[:-300])
-    return ("part-1.parquet", "cut short")
-
-
-def no_parquet(tables, folder):
-    write(folder, tables["AAA"])
-    (folder / "part-7.parquet").write_text("<html>not found</html>" * 50)
-    return ("part-7.parquet", "not Parquet")
-
-
 def damaged_page(tables, folder):
     write(folder, tables["AAA"], compression="none", use_dictionary=False, write_page_checksum=True)
     path = folder / "part-0.parquet"
@@ -251,43 +175,9 @@ def nan(tables, folder):
     return ("part-0.parquet", "hist_004", "2 rows", "NaN")
 
 
-def nan_among_constants(tables, folder):
-    ones = replaced(tables["AAA"], "hist_004", pa.array(np.ones(40, np.float32)))
-    write(folder, spoilt(ones, "hist_004", {3: float("nan")}))
-    return ("hist_004", "1 rows", "NaN")
-
-
-def infinities_and_nulls(tables, folder):
-    table = spoilt(tables["AAA"], "hist_004", {3: float("inf")})
-    table = spoilt(table, "hist_005", {4: float("-inf"), 5: float("-inf")})
-    write(folder, spoilt(table, "target", {1: None}, pa.float64()))
-    return ("+inf: column 'hist_004' has 1", "-inf: column 'hist_005' has 2", "nulls: column 'target' has 1")
-
-
-def overflow(tables, folder):
-    table = replaced(tables["AAA"], "hist_004", pa.array([1e39] * 40))
-    write(folder, table)
-    return ("hist_004", "float32", "40 rows")
-
-
 def null_key(tables, folder):
     write(folder, spoilt(tables["AAA"], "entity_id", {2: None}, pa.string()))
     return ("entity_id", "1 rows")
-
-
-def static_changes(tables, folder):
-    write(folder, spoilt(tables["AAA"], "static_001", {20: 5.0}))
-    return ("static_001", "1 series")
-
-
-def exact_duplicates(tables, folder):
-    write(folder, tables["AAA"], tables["AAA"].slice(3, 2))
-    return ("no exact duplicates: 2 rows", "AAA 2010-01-04")
-
-
-def conflicting_keys(tables, folder):
-    write(folder, tables["AAA"], spoilt(tables["AAA"].slice(3, 1), "price", {0: 99.0}, pa.float64()))
-    return ("one row per key: 2 rows", "1 keys", "AAA 2010-01-04")
 
 
 def hive_null_key(tables, folder):
@@ -301,9 +191,7 @@ def rows_ahead(tables, folder):
 
 
 FAULTS = (
-    drop_column, wrong_type, types_differ, zones_differ, nested, null_typed, names_twice, zero_rows, zero_bytes, cut_short,
-    no_parquet, damaged_page, nan, nan_among_constants, infinities_and_nulls, overflow, null_key,
-    static_changes, exact_duplicates, conflicting_keys, hive_null_key, rows_ahead,
+    wrong_type, zones_differ, nested, null_typed, names_twice, zero_rows, damaged_page, null_key, hive_null_key, rows_ahead,
 )  # fmt: skip
 
 
@@ -317,20 +205,13 @@ def test_bad_source_is_refused_with_file_column_and_count_and_nothing_is_stored(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("fault", [nan, infinities_and_nulls, null_key, overflow, exact_duplicates, conflicting_keys])
-def test_quarantine_sets_bad_rows_aside_with_their_reason_and_loses_none(fault, tables, tmp_path):
+def test_rows_without_a_key_are_set_aside_with_their_reason_and_none_is_lost(tables, tmp_path):
     source = tmp_path / "bad"
-    fault(tables, source)
-    if fault is overflow:
-        pq.write_table(replaced(tables["BBB"], "hist_004", tables["BBB"]["hist_004"].cast(pa.float64())), source / "good.parquet")
+    null_key(tables, source)
     dataset, _, staged = ingest(source, tmp_path, bad="quarantine")
-    assert dataset.rows + staged.quarantined_rows == staged.read_rows
-    assert staged.quarantined_rows > 0
-    stored = next((tmp_path / "store" / "ingests").rglob("quarantine.parquet"))
-    table = pq.read_table(stored)
-    assert table.num_rows == staged.quarantined_rows
-    assert all(table["reasons"].to_pylist())
-    assert set(table["source_file"].to_pylist()) <= set(staged.sources)
+    assert (dataset.rows, staged.quarantined_rows, staged.read_rows) == (39, 1, 40)
+    (row,) = pq.read_table(next((tmp_path / "store" / "ingests").rglob("quarantine.parquet"))).to_pylist()
+    assert (Path(row["source_file"]).name, row["source_row"], row["reasons"]) == ("part-0.parquet", 2, "entity_id: null")
 
 
 def test_duplicates_are_told_apart_by_value_with_null_equal_to_null_and_nan_to_nan(tables, tmp_path):
@@ -357,26 +238,6 @@ def test_unknown_column_names_are_refused_with_the_way_out(tmp_path):
 
 
 # --- the gate ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("writer", ["pyarrow", "no statistics"])
-def test_profile_equals_numpy_on_files_with_hidden_nans(writer, tables, tmp_path):
-    table = replaced(tables["AAA"], "hist_001", pa.array(np.ones(40, np.float32)))
-    table = spoilt(table, "hist_001", {3: float("nan")})
-    table = spoilt(table, "hist_002", {4: float("inf"), 5: float("-inf"), 6: float("nan"), 7: None})
-    table = spoilt(table, "hist_003", {0: 3.4028234663852886e38, 1: -3.4028234663852886e38, 2: 1e-45})
-    staged = stage(write(tmp_path / "s", table, write_statistics=writer == "pyarrow"), tmp_path)
-    found = {row["feature"]: row for row in profile(staged).columns}
-    for name in (*CONTRACT.features, "price", "target"):
-        values = table[name].to_numpy(zero_copy_only=False).astype(float)
-        nulls = np.array([v is None for v in table[name].to_pylist()])
-        good = values[np.isfinite(values)]
-        row = found[name]
-        assert row["rows"] == 40
-        assert row["nulls"] == nulls.sum()
-        assert row["nan"] == (np.isnan(values) & ~nulls).sum()
-        assert (row["posinf"], row["neginf"]) == (np.isposinf(values).sum(), np.isneginf(values).sum())
-        assert (row["min"], row["max"]) == (good.min(), good.max())
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -418,12 +279,6 @@ def test_bad_values_that_staging_has_not_counted_stop_the_gate(value, bad, table
     staged = stage(tmp_path / "s", tmp_path, bad=bad)
     with pytest.raises(ValidationEngineError, match="hist_005"):
         validate_features(rewritten(staged, lambda t: spoilt(t, "hist_005", {6: value})))
-
-
-def test_prices_at_or_below_zero_are_a_warning_that_names_the_count(tables, tmp_path):
-    source = write(tmp_path / "s", spoilt(tables["AAA"], "price", {2: 0.0, 3: -1.0}, pa.float64()))
-    line = next(x for x in validate_features(stage(source, tmp_path)).table if x["rule"] == "price above zero")
-    assert line == {"rule": "price above zero", "policy": "warn", "result": "warning", "columns": "price", "rows": 2}
 
 
 def test_a_broken_engine_is_an_error_and_never_failed_data(clean, tmp_path, monkeypatch):
