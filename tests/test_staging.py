@@ -276,7 +276,7 @@ def test_rows_in_random_order_are_sorted_in_half_the_memory_they_take(block, fit
     assert (grown < 108) == fits, "MiB beyond what reading took; the rows are 216"
 
 
-@pytest.mark.parametrize("limit", [100_000, 6_000_000], ids=["while files are read", "while rows are sorted"])
+@pytest.mark.parametrize("limit", [100_000, 14_000_000], ids=["while files are read", "while rows are sorted"])
 def test_a_full_disk_is_told_as_such_and_nothing_is_stored(limit, folder):
     """A process of its own that may write no longer file, as a full disk lets none grow."""
     source = wide(folder / "s", 30_000)
