@@ -37,7 +37,7 @@ def row_batches(parts: Sequence[str | Path], contract: FeatureContract) -> Itera
     for part in parts:
         try:
             with pq.ParquetFile(part, page_checksum_verification=True) as file:
-                yield from file.iter_batches(batch_size=65_536, columns=list(contract.columns))
+                yield from file.iter_batches(batch_size=16_384, columns=list(contract.columns))
         except OSError as error:
             raise ArtifactIntegrityError(f"{part}: {error}") from error
 
