@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from importlib.metadata import version
+
+
+def command_line(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """Of a script: --quick, which does what `quick` says, and --json."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true")
+    return parser
 
 
 def show(

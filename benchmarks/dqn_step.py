@@ -16,7 +16,6 @@ some updates, is timed by itself and added; the peers' copy is not.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import statistics
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import show
+from benchmarks import command_line, show
 from models.config import Split
 from models.dqn.config import DQNConfig
 from models.dqn.gym_env import GymMarket
@@ -272,10 +271,7 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds instead of ten")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = command_line(__doc__, "three rounds instead of ten").parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

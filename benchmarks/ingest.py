@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import show
+from benchmarks import command_line, show
 
 LIMIT = 512
 FILE_ROWS, SERIES = 50_000, 50
@@ -272,10 +272,8 @@ def measure(sizes: list[int], rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="5,000 and 50,000 rows, one round")
+    parser = command_line(__doc__, "5,000 and 50,000 rows, one round")
     parser.add_argument("--large", action="store_true", help="500,000 and 5,000,000 rows")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -5,7 +5,6 @@ python -m benchmarks.main_job [--quick] [--json]; --quick trains one epoch of te
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import show
+from benchmarks import command_line, show
 
 TARGETS: dict[str, tuple[str, float]] = {"run_s": ("<=", 480.0), "again_s": ("<=", 180.0)}
 QUICK = ["--config.epochs", "1", "--config.updates-per-epoch", "10"]
@@ -73,10 +72,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = command_line(__doc__, "one epoch of ten updates").parse_args()
     packages = ("torch", "prefect", "duckdb", "pyarrow", "great-expectations", "numpy")
     show("main_job", measure(options.quick), TARGETS, packages, options.json)
 

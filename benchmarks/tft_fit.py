@@ -12,7 +12,6 @@ our data gate, which peers have not. All in one process, one after the other, ro
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import sys
@@ -29,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks import show
+from benchmarks import command_line, show
 from models.features import FeatureContract
 from models.tft.config import TFTConfig
 from models.tft.training import train
@@ -158,10 +157,7 @@ def measure(updates: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of ten updates instead of three of thirty")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = command_line(__doc__, "one round of ten updates instead of three of thirty").parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

@@ -11,7 +11,6 @@ Time: CPU seconds of whole updates, settings alternating in one process; ratios 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import show
+from benchmarks import command_line, show
 from models.memory import LiveTensors, PeakMemory, steady_heap
 from models.tft.config import TFTConfig
 from models.tft.loss import pinball
@@ -249,9 +248,7 @@ The plants are in tests/test_gradient_checkpointing.py and tests/test_memory.py.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three settings, batch 8, two plans")
-    parser.add_argument("--json", action="store_true")
+    parser = command_line(__doc__, "three settings, batch 8, two plans")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--docs", type=Path, help="write the tables there")
     options = parser.parse_args()

@@ -11,7 +11,6 @@ after the other, round by round; a ratio is the median over rounds of peer secon
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import sys
@@ -23,7 +22,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from benchmarks import show
+from benchmarks import command_line, show
 from benchmarks.tft_memory import config, update_of
 from models.memory import steady_heap
 
@@ -154,10 +153,7 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds instead of seven")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = command_line(__doc__, "two rounds instead of seven").parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

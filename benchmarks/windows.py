@@ -13,7 +13,6 @@ own_memory is what the process holds beside the mapped files after all batches, 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import statistics
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import show
+from benchmarks import command_line, show
 from models.features import FeatureContract
 from models.windows import SeriesArrays, WindowDataset
 
@@ -167,10 +166,8 @@ def measure(sizes: list[int], rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="50,000 rows alone")
+    parser = command_line(__doc__, "50,000 rows alone")
     parser.add_argument("--large", action="store_true", help="5,000,000 rows too")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     sizes = [50_000] if options.quick else [50_000, 500_000, *([5_000_000] if options.large else [])]
