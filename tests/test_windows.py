@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from synthetic import DAY, START, series_arrays
 
+import models.windows
 from models.config import Split
 from models.windows import WindowDataset, block_rows, last_windows
 
@@ -68,6 +69,25 @@ def test_rows_after_the_last_window_repeat_its_last_row_and_are_masked():
     assert np.array_equal(batch.historical[0, :12], series.historical[25:37])
     assert np.array_equal(batch.historical[0, 12], series.historical[36])
     assert np.array_equal(batch.historical[1], series.historical[40:53])
+
+
+@pytest.mark.parametrize("windows", [1, 5, 90, 500])
+def test_batches_equal_an_index_per_row(windows, monkeypatch):
+    series = series_arrays(UNEQUAL)
+    dataset = WindowDataset(series, whole(series), 30, 10)
+    starts = dataset.random_starts(40, windows, np.random.default_rng(0))
+    first, last = starts[:, 1:], (dataset.first_origin + dataset.counts - 1)[starts[:, 0], None]
+
+    def equal():
+        batch = dataset.batch(starts, windows)
+        past = series.historical[np.minimum(first - 29 + np.arange(29 + windows), last)]
+        ahead = series.future[np.minimum(first + 1 + np.arange(9 + windows), last + 10)]
+        return np.array_equal(batch.historical, past) and np.array_equal(batch.future, ahead)
+
+    assert equal()
+    real = models.windows._stretches
+    monkeypatch.setattr(models.windows, "_stretches", lambda t, f, rows, cut, last: real(t, f, rows, cut, last + 1))
+    assert equal() == (windows < 90), "the planted fault: one row more, where rows are cut"
 
 
 def test_purge_gap_lies_in_the_validation_block():
