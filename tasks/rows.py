@@ -118,6 +118,11 @@ def stage_file(
                 table = table.filter(pa.array(~mask))
             writer.write_table(table)
             row += size
+        # A page whose type is unknown is passed over, and the rows end where its column does
+        if row != opened.metadata.num_rows:
+            raise DataContractError(
+                f"{file.name}: damaged: {row} of {opened.metadata.num_rows} rows can be read; write it again or take it away"
+            )
     return StagedFile(rows=row, aside=aside, bad=bad, left=left)
 
 

@@ -266,6 +266,20 @@ def test_one_bit_of_a_footer_that_drops_rows_or_reads_other_numbers_is_refused(b
     print_of(str(folder / "s"), folder / "b")  # otherwise nobody would know
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "rows"), [("hist_005", 0, 40), ("hist_005", 1, 15), ("entity_id", 0, 40), ("price", 2, 15)]
+)
+def test_a_page_that_readers_pass_over_because_its_type_is_unknown_is_refused(name, group, rows, folder):
+    table = tables()["AAA"]
+    path = write(folder / "s" / "a.parquet", table, row_group_size=rows)
+    at = pq.read_metadata(path).row_group(group).column(table.schema.names.index(name)).data_page_offset + 1
+    data = path.read_bytes()
+    assert data[at] == 0, "a data page, as thrift writes it"
+    path.write_bytes(flipped(data, at, 3))
+    with pytest.raises(DataContractError, match=r"a\.parquet: damaged"):
+        print_of(str(folder / "s"), folder / "a")
+
+
 def mutants(data, random, flips):
     """Damage of every kind to one good file with page checksums: name and bytes."""
     start = footer_start(data)
