@@ -16,7 +16,7 @@ from models.features import ColumnPrefix, ContractError, FeatureContract
 from tasks.artifacts import read_dataset
 from tasks.datasets import fingerprint as rows_fingerprint
 from tasks.datasets import write_dataset
-from tasks.expectations import RULES, DataContractError, ValidationEngineError, profile, validate_features
+from tasks.expectations import RULES, DataContractError, DataReport, Profile, ValidationEngineError, profile, validate_features
 from tasks.series import _read, load_series, series_from_staged
 from tasks.sources import list_sources
 from tasks.staging import stage_parquet
@@ -37,8 +37,8 @@ def ingest(source, folder, **options):
     return (*write_dataset(staged, validate_features(staged), store), staged)
 
 
-def fingerprint(source, folder, **options):
-    return ingest(source, folder, **options)[0].fingerprint
+def fingerprint(source, folder):
+    return rows_fingerprint(stage(source, folder).parts, CONTRACT)[0]
 
 
 def replaced(table, name, array):
@@ -89,8 +89,8 @@ def test_other_files_order_columns_types_and_zones_give_the_same_fingerprint(cle
     double = replaced(whole, "hist_003", whole["hist_003"].cast(pa.float64()))
     assert fingerprint(write(tmp_path / "double", double), tmp_path / "e") == wanted
     extra = whole.append_column("__index_level_0__", pa.array(range(whole.num_rows)))
-    dataset, _, staged = ingest(write(tmp_path / "extra", extra), tmp_path / "f")
-    assert (dataset.fingerprint, staged.ignored_columns) == (wanted, ("__index_level_0__",))
+    staged = stage(write(tmp_path / "extra", extra), tmp_path / "f")
+    assert (rows_fingerprint(staged.parts, CONTRACT)[0], staged.ignored_columns) == (wanted, ("__index_level_0__",))
 
 
 def test_globs_lists_and_single_files_are_sources(clean, tmp_path):
@@ -323,9 +323,13 @@ def test_damaged_cache_is_filled_again_and_damaged_parts_are_refused(clean, tmp_
 
 @pytest.mark.parametrize("damage", ["lost", "changed"])
 def test_a_dataset_with_a_lost_or_changed_part_is_not_taken_for_whole(clean, tmp_path, damage):
-    dataset, _, staged = ingest(clean, tmp_path)
+    staged, report, store = (
+        stage(clean, tmp_path),
+        DataReport([], None, Profile([], [], [], {}, [])),
+        LocalStore(tmp_path / "store"),
+    )
+    dataset, _ = write_dataset(staged, report, store)
     part = tmp_path / "store" / "datasets" / dataset.fingerprint / next(iter(dataset.files))
-    report, store = validate_features(staged), LocalStore(tmp_path / "store")
     assert write_dataset(staged, report, store)[0] == dataset
     if damage == "lost":
         part.unlink()
@@ -337,7 +341,7 @@ def test_a_dataset_with_a_lost_or_changed_part_is_not_taken_for_whole(clean, tmp
 
 def test_memory_of_filling_the_cache_does_not_grow_with_the_rows(tmp_path):
     peaks = []
-    for rows in (70_000, 280_000):
+    for rows in (40_000, 160_000):
         table = market_tables({"AAA": rows}, **SMALL)["AAA"].select(CONTRACT.columns)
         pq.write_table(table, tmp_path / "part.parquet", use_dictionary=False, write_page_checksum=True)
         (folder := tmp_path / str(rows)).mkdir()
