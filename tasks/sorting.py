@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -164,7 +163,7 @@ def write_sorted(
             start += staging.rows[source]
         file.seek(0)
         parts: list[Path] = []
-        owner = np.repeat(np.arange(len(names)), counts)
+        owner = np.repeat(np.arange(len(names), dtype=np.int32), counts)
         with contextlib.ExitStack() as stack:
             for number, at in enumerate(range(0, rows, BLOCK_ROWS)):
                 if number % PART_BLOCKS == 0:
@@ -187,11 +186,10 @@ def _order(connection: duckdb.DuckDBPyConnection, staging: Staging) -> tuple[NDA
         left = _scan(staging.raw)
     starts = np.cumsum([0, *(staging.rows[name] for name in staging.names)])
     places = np.full(starts[-1], -1, np.int64)
-    raw = pa.array([str(path) for path in staging.raw])
+    number = f"regexp_extract({FILE}, '(\\d+).parquet$', 1)::INTEGER AS number"  # a path by row would take more than a key
     at = 0
-    for batch in connection.sql(f"SELECT {FILE}, {ROW} FROM {left} ORDER BY {entity}, {moment}").to_arrow_reader(BLOCK_ROWS):
-        file = pc.index_in(batch[FILE], raw).to_numpy()
-        places[starts[file] + batch[ROW].to_numpy()] = np.arange(at, at + batch.num_rows)
+    for batch in connection.sql(f"SELECT {number}, {ROW} FROM {left} ORDER BY {entity}, {moment}").to_arrow_reader(BLOCK_ROWS):
+        places[starts[batch["number"].to_numpy()] + batch[ROW].to_numpy()] = np.arange(at, at + batch.num_rows)
         at += batch.num_rows
     series = connection.sql(f"SELECT {entity}, count(*) FROM {left} GROUP BY 1 ORDER BY 1").fetchall()
     return places, pa.array([name for name, _ in series], pa.string()), np.array([count for _, count in series], np.int64)
