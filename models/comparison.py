@@ -18,12 +18,13 @@ from models.checkpoint import Snapshot
 from models.config import Split
 from models.dqn.config import DQNConfig
 from models.dqn.evaluation import block_bootstrap, roll_out
-from models.dqn.market import FeatureScaler, feature_table, log_returns, targets_of_actions
+from models.dqn.forecasts import agent_table
+from models.dqn.market import FeatureScaler, log_returns, targets_of_actions
 from models.dqn.network import PositionQNetwork
 from models.features import FeatureContract
 from models.tft.config import TFTConfig
 from models.tft.evaluation import Forecasts, calibrated, forecast_block, pinball_numpy
-from models.windows import SeriesArrays, WindowDataset, block_rows
+from models.windows import SeriesArrays, WindowDataset, block_rows, overlap
 
 Floats = NDArray[np.float64]
 LEAST_MOMENTS = 30
@@ -149,14 +150,15 @@ def compare_policies(
     """Net log return of every bar in `rows` under either fill, with the challenger's fee: against the champion, then against
     flat. Raises Incomparable."""
     _same_features((challenger, champion), series)
-    segments = [(int(a), int(b)) for a, b in rows if b - a >= 2]
+    seen = [agent_table(snapshot, series, rows) for snapshot in (challenger, champion)]
+    segments = [(int(a), int(b)) for a, b in overlap(seen[0][1], seen[1][1]) if b - a >= 2]
     if not segments:
         raise Incomparable("no bar to trade after both trainings")
     configs = [DQNConfig.model_validate(snapshot.metadata["config"]) for snapshot in (challenger, champion)]
     policies = [models.dqn.training.rebuilt(snapshot) for snapshot in (challenger, champion)]
-    table, returns = feature_table(series), log_returns(series).numpy()
+    returns = log_returns(series).numpy()
     times = np.concatenate([series.timestamps[a : b - 1] for a, b in segments])
-    best = [_best_actions(*policy, table, segments) for policy in policies]
+    best = [_best_actions(*policy, table, segments) for policy, (table, _) in zip(policies, seen, strict=True)]
     out = []
     fills: tuple[Literal["close", "next"], ...] = ("close", "next")
     for fill in fills:

@@ -55,6 +55,16 @@ class Checkpoint(BaseModel):
     size: int = Field(ge=0)
 
 
+class TFTSource(BaseModel):
+    """The published TFT whose configuration an agent's forecasts are made with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    model: str
+    version: int = Field(ge=1)
+    manifest_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    config: TFTConfig
+
+
 class ModelManifest(BaseModel):
     """The commit point of a published version: nothing is published before this object exists."""
 
@@ -73,5 +83,8 @@ class ModelManifest(BaseModel):
     stop_reason: StopReason
     best_epoch: int | None
     weights: Literal["best", "last"] = Field(description="Which weights the final checkpoint holds.")
+    tft: TFTSource | None = Field(
+        None, exclude_if=lambda value: value is None, description="Champion that the agent's forecasts are made like."
+    )
     code_version: str
     versions: dict[str, str] = Field(description="Python and library versions of the training process.")

@@ -70,6 +70,12 @@ def block_rows(series: SeriesArrays, split: Split, gap: int) -> dict[Block, NDAr
     return {"train": np.stack([begin, cuts[0]], axis=1), "val": val, "test": np.stack([cuts[1], end], axis=1)}
 
 
+def overlap(rows: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows [S, 2] that lie in both."""
+    first = np.maximum(rows[:, 0], others[:, 0])
+    return np.stack([first, np.maximum(first, np.minimum(rows[:, 1], others[:, 1]))], axis=1)
+
+
 def _rows_before(series: SeriesArrays, date: datetime) -> NDArray[np.int64]:
     moment = date.astimezone(UTC) if date.tzinfo else date.replace(tzinfo=UTC)
     micros = np.int64(round(moment.timestamp() * 1e6))

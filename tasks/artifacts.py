@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from models.checkpoint import CheckpointError, Snapshot, load_checkpoint
+from models.dqn.config import DQNConfig
 from models.features import canonical_json
-from models.manifest import NAME, Checkpoint, Dataset, Family, ModelConfig, ModelManifest, StopReason, StoredFile
+from models.manifest import NAME, Checkpoint, Dataset, Family, ModelConfig, ModelManifest, StopReason, StoredFile, TFTSource
+from models.tft.config import TFTConfig
 from tasks.storage import ArtifactIntegrityError, ObjectMissing, ObjectStore, digest, split_uri
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class TrainedRun(BaseModel):
     best_epoch: int | None
     weights: Literal["best", "last"]
     versions: dict[str, str]
+    tft: TFTSource | None = None
     extras: tuple[str, ...] = ("report.html",)  # files in `folder` that are published beside the checkpoints
 
 
@@ -89,8 +92,9 @@ def code_version() -> str:
     return f"{release}+{total.hexdigest()[:12]}"
 
 
-def run_key(dataset: Dataset, config: ModelConfig, model: str, again: str = "") -> str:
-    """sha256 of everything a training depends on; `again` makes another one of the same."""
+def run_key(dataset: Dataset, config: ModelConfig, model: str, again: str = "", tft: TFTSource | None = None) -> str:
+    """sha256 of everything a training depends on, the TFT an agent's forecasts are made like among it; `again` makes another one
+    of the same."""
     parts = {
         "dataset": dataset.fingerprint,
         "contract": dataset.contract.fingerprint,
@@ -98,6 +102,7 @@ def run_key(dataset: Dataset, config: ModelConfig, model: str, again: str = "") 
         "model": model,
         "code": code_version(),
         **({"again": again} if again else {}),
+        **({"tft": tft.model_dump(mode="json")} if tft else {}),
     }
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()
 
@@ -204,6 +209,24 @@ def read_champion(store: ObjectStore, model: str) -> tuple[Champion, str] | None
         raise ArtifactIntegrityError(f"{key} is damaged: {error}") from error
 
 
+def tft_source(store: ObjectStore, config: ModelConfig) -> TFTSource | None:
+    """The TFT that a run of this configuration takes as an input; None when it takes none. Raises ObjectMissing without a
+    champion, ValueError when that is no TFT."""
+    if not isinstance(config, DQNConfig) or not config.tft_folds:
+        return None
+    found = read_champion(store, name := config.tft_model)
+    if found is None:
+        raise ObjectMissing(
+            f"tft_folds needs a champion of {name} in {store.uri}: train and promote one, or name another tft_model"
+        )
+    manifest = read_manifest(store, name, found[0].version)
+    if not isinstance(manifest.config, TFTConfig):
+        raise ValueError(f"tft_model {name} is a {manifest.family}, not a TFT")
+    return TFTSource(
+        model=name, version=manifest.version, manifest_sha256=found[0].manifest_sha256, config=manifest.config
+    )  # fmt: skip
+
+
 def champion_version(store: ObjectStore, model: str) -> int | None:
     """The champion's version, or None."""
     found = read_champion(store, model)
@@ -222,7 +245,7 @@ def load_published(store: ObjectStore, manifest: ModelManifest, folder: Path) ->
     that it is of another config, contract or dataset than the manifest, CheckpointError when it cannot be trusted."""
     path = fetch_file(store, manifest, manifest.final, folder)
     snapshot = load_checkpoint(path, manifest.files[manifest.final].sha256)
-    if odd := [name for name in snapshot.tensors if not name.startswith(("network.", "scaler.", "conformal."))]:
+    if odd := [name for name in snapshot.tensors if not name.startswith(("network.", "scaler.", "conformal.", "tft."))]:
         raise CheckpointError(f"{path.name}: tensors that no model of this project has: {odd[:4]}")
     said = {name: snapshot.metadata.get(name) for name in ("config", "contract", "dataset")}
     meant = {

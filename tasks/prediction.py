@@ -32,12 +32,13 @@ TIME = pa.timestamp("us", tz="UTC")
 def predict_rows(store: ObjectStore, name: str, version: int | None, source: str, out: Path) -> tuple[ModelManifest, int]:
     """Write the model's output for a source; the manifest it was made with, and the rows written.
 
-    A TFT source may end each series with `horizon` rows that hold key and future columns alone. Raises
-    DataContractError for bad rows and ArtifactIntegrityError for a damaged model; `out` is then left as it was.
+    The source of a TFT, or of an agent that reads one, may end each series with `horizon` rows that hold key and future columns
+    alone. Raises DataContractError for bad rows and ArtifactIntegrityError for a damaged model; `out` is then left as it was.
     """
     manifest = read_manifest(store, name, version if version is not None else "champion")
     config = manifest.config
-    ahead = config.horizon if isinstance(config, TFTConfig) else 0
+    forecaster = config if isinstance(config, TFTConfig) else manifest.tft and manifest.tft.config
+    ahead = forecaster.horizon if forecaster else 0
     with tempfile.TemporaryDirectory(prefix="forecastle-") as folder:
         snapshot = load_published(store, manifest, Path(folder))
         staged = stage_parquet(source, manifest.dataset.contract, IngestConfig(), Path(folder) / "staged", future_rows=ahead)

@@ -234,6 +234,7 @@ class ShownModel(ModelManifest):
         config = self.config.model_dump(mode="json", exclude_defaults=True)
         lines += [
             f"  dataset   {self.dataset.fingerprint}  {self.dataset.rows} rows  {self.dataset_uri}",
+            *([f"  tft       {t.model} version {t.version}  manifest sha256 {t.manifest_sha256}"] if (t := self.tft) else []),
             f"  config    {json.dumps(config) if config else 'all defaults'}",
             f"  code      {self.code_version}",
             f"  training  {self.stop_reason} after {self.epochs} epochs, {self.weights} weights, run {self.run_key}",

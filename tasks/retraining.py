@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from models.manifest import Family, ModelConfig, ModelManifest, StopReason, StoredFile
 from tasks import default_store, forecastle_home
-from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, read_manifest, run_key, verify
+from tasks.artifacts import TrainedRun, champion_version, publish_run, read_dataset, read_manifest, run_key, tft_source, verify
 from tasks.promotion import Decision, challenge
 from tasks.registry import versions
 from tasks.report import show_comparison, show_lineage, show_versions
@@ -107,7 +107,8 @@ def retrain(
     logger = get_run_logger()
     opened = open_store(default_store(store))
     dataset = read_dataset(dataset_uri)
-    key = run_key(dataset, config, model, again=uuid.uuid4().hex if again else "")
+    tft = tft_source(opened, config)
+    key = run_key(dataset, config, model, again=uuid.uuid4().hex if again else "", tft=tft)
     already = True
     with claim_run(opened, key, model, on_wait=logger.info, flow_run=flow_run.root_flow_run_id or "") as claim:
         if claim.manifest is not None:
@@ -115,7 +116,8 @@ def retrain(
             verify(opened, model, claim.manifest.version)
             manifest = claim.manifest
         else:
-            run = train(config, dataset, dataset_uri, opened.uri, key, model, resume)
+            given = {} if tft is None else {"tft": tft}
+            run = train(config, dataset, dataset_uri, opened.uri, key, model, resume, **given)
             manifest = publish(run, opened.uri, claim)
             already = False
     return settle(manifest, opened, already=already)

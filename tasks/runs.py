@@ -153,6 +153,26 @@ def save_resume(store: ObjectStore, key: str, label: str, data: bytes) -> None:
             store.delete(old)
 
 
+def save_fold(store: ObjectStore, key: str, fold: int, data: bytes) -> None:
+    """Keep the TFT of one fold of a run, by number and content, in the place of one of an earlier try."""
+    place = f"runs/{key}/folds/{fold:03d}-"
+    name = f"{place}{digest(data).sha256}.safetensors"
+    store.put_if_absent(name, data)
+    for old in store.list(place):
+        if old != name:
+            store.delete(old)
+
+
+def kept_folds(store: ObjectStore, key: str) -> dict[int, Snapshot]:
+    """The TFTs of a run's folds by number, as far as they are kept and whole."""
+    found = {}
+    for name in sorted(store.list(f"runs/{key}/folds/")):
+        number, _, expected = name.rpartition("/")[2].removesuffix(".safetensors").partition("-")
+        with suppress(CheckpointError, ObjectMissing):
+            found[int(number)] = read_checkpoint_bytes(store.get(name), expected)
+    return found
+
+
 def newest_resume(store: ObjectStore, key: str) -> tuple[Snapshot | None, list[str]]:
     """The newest valid resume state of a run, or None, and a line for every newer one passed over and why."""
     skipped: list[str] = []

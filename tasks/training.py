@@ -29,14 +29,16 @@ import models.dqn.training
 import models.tft.training
 from models.checkpoint import Snapshot, checkpoint_bytes, save_checkpoint, write_atomically
 from models.config import RunConfig
-from models.manifest import Checkpoint, Dataset, ModelConfig, StoredFile
+from models.dqn.config import DQNConfig
+from models.dqn.forecasts import walk_forward
+from models.manifest import Checkpoint, Dataset, ModelConfig, StoredFile, TFTSource
 from models.progress import EpochRow, TrainResult
 from tasks import forecastle_home
 from tasks.artifacts import TrainedRun, kept_file
 from tasks.interpretation import interpretation_parquet
 from tasks.report import show_training, write_report
 from tasks.run_record import run_record
-from tasks.runs import newest_resume, save_resume
+from tasks.runs import kept_folds, newest_resume, save_fold, save_resume
 from tasks.series import load_series
 from tasks.storage import ObjectStore, open_store
 
@@ -183,6 +185,7 @@ def _train(
     key: str,
     model: str,
     resume_from: str,
+    tft: TFTSource | None = None,
 ) -> TrainedRun:
     """Train to a folder of checkpoint files and a report. Raises TrainingInterrupted after a stop signal: then the
     final file and the resume state stand under runs/<key>/ in the store."""
@@ -224,11 +227,26 @@ def _train(
     with gpu_slot(device), stop_signals() as stop_requested:
         result: TrainResult | None = None
         try:
-            result = family_train(
-                config, series, on_epoch=log, on_checkpoint=on_checkpoint, stop_requested=stop_requested, resume=resume
-            )
+            given: dict[str, Any] = {}
+            if tft is not None and isinstance(config, DQNConfig):
+                given["forecasts"] = walk_forward(
+                    config, tft.config, series, kept=kept_folds(store, key) if resume_from == "auto" else {},
+                    keep=lambda fold, made: save_fold(store, key, fold, checkpoint_bytes(made)), stop_requested=stop_requested,
+                )  # fmt: skip
+            if None not in given.values():
+                result = family_train(
+                    config,
+                    series,
+                    on_epoch=log,
+                    on_checkpoint=on_checkpoint,
+                    stop_requested=stop_requested,
+                    resume=resume,
+                    **given,
+                )
         finally:
             log.close(finished=result is not None and result.stop_reason != "interrupted")
+    if result is None:
+        raise TrainingInterrupted(f"{model}: stopped while its TFTs were trained; a rerun continues with those that are done")
     if result.stop_reason == "interrupted":  # no signal of ours to hand on: a stop asked for in another way
         raise TrainingInterrupted(f"{model}: stopped after {result.epochs} epochs; a rerun continues from there")
     logger.info("%s ended: %s after %d epochs", model, result.stop_reason, result.epochs)
@@ -251,6 +269,7 @@ def _train(
         best_epoch=result.best_epoch,
         weights=result.weights,
         versions=library_versions(),
+        tft=tft,
         extras=("report.html",) if looked is None else ("report.html", "interpretation.parquet"),
     )
     if looked is not None:
@@ -278,7 +297,9 @@ def train_tft(
 
 @task(name="train-dqn", task_run_name="train-dqn[{model}]", cache_policy=NO_CACHE)
 def train_dqn(
-    config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str, resume: str = "auto"
-) -> TrainedRun:
-    """Train a DQN agent on one dataset; files stay on this machine until they are published."""
-    return _train(models.dqn.training.train, config, dataset, dataset_uri, open_store(store), key, model, resume)
+    config: ModelConfig, dataset: Dataset, dataset_uri: str, store: str, key: str, model: str, resume: str = "auto",
+    tft: TFTSource | None = None,
+) -> TrainedRun:  # fmt: skip
+    """Train a DQN agent on one dataset, with forecasts of TFTs like `tft` where one is given; files stay on this machine until
+    they are published."""
+    return _train(models.dqn.training.train, config, dataset, dataset_uri, open_store(store), key, model, resume, tft)

@@ -31,14 +31,15 @@ def market(features, returns, lookback_bars=0) -> SeriesArrays:
     return dataclasses.replace(plain, price=price, historical=features.astype(np.float32), future=zeros)
 
 
-def trained(series, **change):
+def trained(series, forecasts=None, **change):
     config = DQNConfig(
         **{
             "epochs": 3, "updates_per_epoch": 200, "early_stopping": OFF, "final_weights": "last", "device": "cpu",
             "split": {"train": 0.7, "val": 0.0}, "discount": 0.9, **change,
         }
     )  # fmt: skip
-    return training.train(config, series, on_epoch=lambda row: None, on_checkpoint=lambda *a: None)
+    quiet = {"on_epoch": lambda row: None, "on_checkpoint": lambda *a: None}
+    return training.train(config, series, **quiet, forecasts=forecasts)
 
 
 def sine_market(rows=20_000, noise=223, seed=0):

@@ -20,6 +20,8 @@ from prefect.testing.utilities import prefect_test_harness
 from synthetic import DAY, START, write_market
 from test_leaks import leaking_source
 
+import models.dqn.forecasts
+import models.dqn.training
 import tasks.retraining
 from deployments.apply import declared
 from flows.__main__ import main
@@ -34,8 +36,8 @@ from models.config import EarlyStopping
 from models.dqn.config import DQNConfig
 from models.features import FeatureContract
 from models.tft.config import TFTConfig
-from tasks.artifacts import read_dataset, read_manifest, run_key, verify
-from tasks.registry import versions
+from tasks.artifacts import read_champion, read_dataset, read_manifest, run_key, verify
+from tasks.registry import fetch, promote, show, versions
 from tasks.storage import LocalStore, ObjectMissing, StoreError, open_store
 from tasks.training import stop_signals
 
@@ -251,6 +253,48 @@ def test_predict_dates_forecasts_after_the_last_bar_of_a_source_with_rows_ahead(
         assert [r["timestamp"] for r in mine] == [last + timedelta(days=k) for k in (1, 2, 3)]
         assert all(r["p10"] <= r["p50"] <= r["p90"] for r in mine)
         assert {r["version"] for r in mine} == {report.tft.version}
+
+
+def test_an_agent_that_reads_the_champion_tft_names_it_and_another_champion_is_another_run(published, tmp_path, monkeypatch):
+    store, report = published
+    opened, config = open_store(store), DQN.model_copy(update={"tft_folds": 2})
+    with pytest.raises(ObjectMissing, match="needs a champion of nobody"):
+        retrain_dqn(report.ingest.dataset, store, "fed", config.model_copy(update={"tft_model": "nobody"}))
+    champion = read_champion(opened, "tft")[0]
+    calls, sound = [], models.dqn.forecasts._trained
+    monkeypatch.setattr(models.dqn.forecasts, "_trained", lambda *a: calls.append(a[2]) or sound(*a))
+    monkeypatch.setattr(models.dqn.training, "train", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        retrain_dqn(report.ingest.dataset, store, "fed", config)
+    monkeypatch.undo()
+    monkeypatch.setattr(models.dqn.forecasts, "_trained", None)  # both folds are kept: none is trained again
+    first = retrain_dqn(report.ingest.dataset, store, "fed", config)
+    monkeypatch.undo()
+    assert calls == [1, 2]
+    manifest = verify(opened, "fed", first.version)
+    assert (manifest.tft.model, manifest.tft.version) == ("tft", champion.version)
+    data = opened.get(f"models/tft/{champion.version}/manifest.json")
+    assert manifest.tft.manifest_sha256 == hashlib.sha256(data).hexdigest()
+    assert (
+        f"tft version {champion.version}  manifest sha256 {manifest.tft.manifest_sha256}" in show(opened, "fed", 1).for_people()
+    )
+    with get_client(sync_client=True) as client:
+        shown = [a.data for a in client.read_artifacts(limit=200) if a.key == "dqn-lineage"]
+    assert any(manifest.tft.manifest_sha256 in text for text in shown)
+    assert retrain_dqn(report.ingest.dataset, store, "fed", config).already_trained
+    write_market(tmp_path / "new", series={"AAA": 240, "NEWX": 300}, future_rows=3, **MARKET)
+    predict("fed", str(tmp_path / "new"), str(tmp_path / "out.parquet"), store, version=first.version)
+    rows = {(r["series"], r["timestamp"]) for r in pq.read_table(tmp_path / "out.parquet").to_pylist()}
+    assert rows == {(n, datetime.fromtimestamp((START + (k - 1) * DAY) / 1e6, UTC)) for n, k in (("AAA", 240), ("NEWX", 300))}
+    fetch(opened, "fed", first.version, tmp_path / "fetched")
+    other = retrain_tft(report.ingest.dataset, store, "tft", TFT.model_copy(update={"seed": 9, "promotion": "never"}))
+    promote(opened, "tft", other.version, why="a test")
+    second = retrain_dqn(report.ingest.dataset, store, "fed", config)
+    promote(opened, "tft", champion.version, why="as before")
+    assert (second.run_key != first.run_key, second.already_trained, second.version) == (True, False, first.version + 1)
+    assert read_manifest(opened, "fed", second.version).tft.version == other.version
+    plain = json.loads(opened.get(f"models/dqn/{report.dqn.version}/manifest.json"))
+    assert not {"tft", "tft_folds", "tft_model"} & {*plain, *plain["config"]}, "off, nothing of it is stored"
 
 
 def test_predict_tells_an_action_for_every_position_and_needs_a_champion_or_a_version(published, source, tmp_path):

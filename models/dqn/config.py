@@ -35,10 +35,20 @@ class DQNConfig(RunConfig):
     epsilon_decay_updates: int = Field(400, ge=1, description="Updates over which epsilon falls.")
     gradient_clip: float = Field(10.0, gt=0, description="Largest gradient norm.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay; 0 is Adam.")
+    # Left out of what is stored while they are off: files and run keys are those of a run that knows nothing of them
+    tft_folds: int = Field(
+        0, ge=0, exclude_if=lambda value: value == 0,
+        description="TFTs like the champion, each trained on earlier rows alone, whose forecasts join the state; 0: none.",
+    )  # fmt: skip
+    tft_model: str = Field(
+        "tft", exclude_if=lambda value: value == "tft", description="With tft_folds: the model whose champion that is."
+    )
 
     @model_validator(mode="after")
-    def _replay_holds_a_batch(self) -> DQNConfig:
+    def _fits(self) -> DQNConfig:
         least = max(self.batch_size, self.num_envs)
         if self.backup == "sampled" and self.replay_size < least:
             raise ValueError(f"replay_size is {self.replay_size}, less than batch_size or num_envs ({least})")
+        if self.tft_folds == 1:
+            raise ValueError("tft_folds 1 leaves the train block without forecasts: the least is 2")
         return self

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.dqn.config import DQNConfig
-from models.windows import Block, SeriesArrays, UnfitSeriesError, block_rows
+from models.windows import Block, SeriesArrays, UnfitSeriesError, block_rows, overlap
+
+if TYPE_CHECKING:
+    from models.dqn.forecasts import ForecastInput
 
 POSITIONS = (-1, 0, 1)
 ACTIONS = ("sell", "hold", "buy")
@@ -101,14 +104,23 @@ class Market:
     blocks: dict[Block, NDArray[np.int64]]  # first and end row by series, [S, 2]
 
 
-def market_of(config: DQNConfig, series: SeriesArrays) -> Market:
-    """Raises UnfitSeriesError when no series has two train rows, or a price is not above zero."""
+def market_of(config: DQNConfig, series: SeriesArrays, forecasts: ForecastInput | None = None) -> Market:
+    """With forecasts (models/dqn/forecasts.py) they are further columns, and the blocks end where they do.
+
+    Raises UnfitSeriesError when no series has two train rows, or a price is not above zero; ValueError when the configuration
+    asks for forecasts and none are given."""
+    if (forecasts is None) != (config.tft_folds == 0):
+        raise ValueError("forecasts and tft_folds go together: models.dqn.forecasts.walk_forward makes them")
     blocks = block_rows(series, config.split, series.contract.lookback_bars + 1)
+    if forecasts is not None:
+        blocks = {name: overlap(rows, forecasts.rows) for name, rows in blocks.items()}
     segments = segments_of(blocks["train"])
     if not len(segments):
         lengths = dict(zip(series.names, series.history_rows.tolist(), strict=True))
         raise UnfitSeriesError(f"no series has two rows in the train block; rows by series: {lengths}")
     raw, returns = feature_table(series), log_returns(series)
+    if forecasts is not None:
+        raw = torch.cat([raw, forecasts.values], 1)
     scaler = FeatureScaler.fit(raw[torch.cat([torch.arange(int(a), int(b)) for a, b in segments])])
     return Market(scaler.apply(raw), returns, scaler, reward_scale_of(returns, blocks["train"]), blocks)
 

@@ -3,6 +3,7 @@ stands in models/dqn/learner.py."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -14,15 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import models.tft.training
 from models.checkpoint import CheckpointError, Snapshot, check_weights, load_weights
 from models.dqn.config import DQNConfig
 from models.dqn.evaluation import YEAR_MICROS, Fill, HeldOut, curves, evaluate
+from models.dqn.forecasts import ForecastInput, agent_table, carried
 from models.dqn.learner import Learner, epsilon_at
 from models.dqn.market import (
     ACTIONS,
     FeatureScaler,
     Market,
-    feature_table,
     market_of,
     segments_of,
     table_digest,
@@ -32,7 +34,7 @@ from models.dqn.network import PositionQNetwork
 from models.dqn.plain import speed
 from models.features import FeatureContract
 from models.progress import BestEpoch, EpochRow, OnCheckpoint, OnEpoch, StopRequested, TrainResult
-from models.windows import SeriesArrays
+from models.windows import SeriesArrays, UnfitSeriesError
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +47,20 @@ def train(
     on_checkpoint: OnCheckpoint,
     stop_requested: StopRequested = lambda: False,
     resume: Snapshot | None = None,
+    forecasts: ForecastInput | None = None,
 ) -> TrainResult:
     """Train on the train block, choose by the validation block, report on the test block.
 
     Calls `on_checkpoint` after every `checkpoint_every` epochs and exactly once with `is_final`, however training ends.
-    Raises ValueError when no series has two train rows, or `resume` belongs to other data.
+    `forecasts` come from models/dqn/forecasts.py, exactly when the configuration asks for them. Raises ValueError when no series
+    has two train rows, or `resume` belongs to other data.
     """
     torch.manual_seed(config.seed)
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    market = market_of(config, series)
+    market = market_of(config, series, forecasts)
     digest = table_digest(series)
+    if forecasts is not None:
+        digest = hashlib.sha256((digest + forecasts.digest).encode()).hexdigest()
     learner = Learner(config, market.table.to(device), market.returns, segments_of(market.blocks["train"]), market.scale, device)
     validation, test = (_held_out(config, series, market, rows) for rows in (market.blocks["val"], market.blocks["test"]))
 
@@ -82,6 +88,9 @@ def train(
             "best_epoch": best.epoch, "weights": which, "stop_reason": stop_reason, "reward_scale": market.scale,
         }  # fmt: skip
         scaling = {"scaler.mean": market.scaler.mean, "scaler.scale": market.scaler.scale}
+        if forecasts is not None:
+            scaling |= {f"tft.{name}": tensor for name, tensor in forecasts.tft.tensors.items()}
+            metadata["tft"] = forecasts.tft.metadata
         return Snapshot({**{f"network.{k}": v for k, v in tensors.items()}, **scaling}, metadata)
 
     def resume_state() -> Snapshot:
@@ -148,6 +157,8 @@ def train(
     # Before the report: whatever that may raise, the final file exists
     on_checkpoint(epoch, True, weights(final, which, stop_reason), None)
     metrics, report = _final_report(learner.best_actions(market.blocks["test"]), test, config, best)
+    if forecasts is not None:
+        metrics["tft"] = forecasts.told
     report["speed"] = took = speed(config, market, device)
     logger.info("dqn update %.2f ms, %.2f times as fast as the plain loop", 1e3 * took.ours, took.ratio)
     return TrainResult(epoch, stop_reason, best.epoch, "best" if use_best else "last", tuple(history), metrics, report)
@@ -201,11 +212,15 @@ class Decision:
 
 
 def rebuilt(snapshot: Snapshot) -> tuple[PositionQNetwork, FeatureScaler]:
-    """Network and scaler of a published agent. Raises CheckpointError when weights and config do not fit."""
+    """Network and scaler of a published agent. Raises CheckpointError when weights and config do not fit, also those of the TFT
+    that it reads."""
     config = DQNConfig.model_validate(snapshot.metadata["config"])
     contract = FeatureContract.model_validate(snapshot.metadata["contract"])
     scaling = [snapshot.tensors.get(f"scaler.{name}", torch.zeros(0)) for name in ("mean", "scale")]
     width = len(contract.features)
+    if config.tft_folds:
+        forecaster = models.tft.training.rebuilt(tft := carried(snapshot))[0]
+        width += forecaster.horizon * len(tft.metadata["config"]["quantiles"])
     if any(tuple(x.shape) != (width,) or not bool(torch.isfinite(x).all()) for x in scaling):
         raise CheckpointError(f"the scaler is not of {width} finite features")
     weights = snapshot.part("network.")
@@ -223,10 +238,19 @@ def decide(snapshot: Snapshot, series: SeriesArrays) -> list[Decision]:
     if trained.features != series.contract.features:
         raise ValueError("the source has other feature columns than the agent was trained on")
     network, scaler = rebuilt(snapshot)
-    rows = [int(a + n - 1) for a, n in zip(series.offsets[:-1], series.history_rows, strict=True) if n]
-    names = [name for name, n in zip(series.names, series.history_rows, strict=True) if n]
+    ends = series.offsets[:-1] + series.history_rows
+    table, seen = agent_table(snapshot, series, np.stack([np.maximum(ends - 1, series.offsets[:-1]), ends], axis=1))
+    whole = seen[:, 0] < seen[:, 1]
+    if left := [n for n, rows, good in zip(series.names, series.history_rows, whole, strict=True) if rows and not good]:
+        tft = carried(snapshot).metadata["config"]
+        needs = f"{tft['context']} complete rows, later than what the TFT learnt from, and {tft['horizon']} rows ahead"
+        text = f"no forecast, so no decision: {', '.join(left)} (it takes {needs}: key and future columns alone)"
+        if not whole.any():
+            raise UnfitSeriesError(text)
+        logger.warning(text)
+    rows, names = seen[whole, 0].tolist(), [name for name, good in zip(series.names, whole, strict=True) if good]
     with torch.no_grad():
-        values = network(scaler.apply(feature_table(series)[rows]))
+        values = network(scaler.apply(table[rows]))
     words = ("short", "flat", "long")
     out = []
     for name, row, q in zip(names, rows, values, strict=True):

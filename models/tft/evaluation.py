@@ -49,6 +49,24 @@ def _runs(windows: WindowDataset) -> Iterator[WindowBatch]:
         yield windows.batch(start[None], min(RUN_WINDOWS, left))
 
 
+def normalised_quantiles(
+    network: TemporalFusionTransformer, scaler: Scaler, windows: WindowDataset, device: str
+) -> tuple[Floats, NDArray[np.int64]]:
+    """Quantiles of every window of a block [n, H, Q] in normalised units, and their origins [n], in evaluation mode."""
+    rows, out, origins = scaler.rows_of(windows.series), [], []
+    was_training = network.training
+    network.eval()
+    try:
+        with torch.no_grad():
+            for batch in _runs(windows):
+                inputs = (t.to(device) for t in scaler.inputs(batch, rows))
+                out.append(network(*inputs)[0].double().cpu().numpy())
+                origins.append(batch.origins[0])
+    finally:
+        network.train(was_training)
+    return np.concatenate(out), np.concatenate(origins)
+
+
 def forecast_block(
     network: TemporalFusionTransformer,
     scaler: Scaler,
@@ -58,26 +76,12 @@ def forecast_block(
     device: str,
 ) -> Forecasts:
     """Forecasts of every window of a block, in evaluation mode, without gradients; `frame` is the scaler's of this target."""
-    rows = scaler.rows_of(windows.series)
-    out: list[list[Any]] = [[] for _ in range(6)]
-    was_training = network.training
-    network.eval()
-    try:
-        with torch.no_grad():
-            for batch in _runs(windows):
-                count = batch.windows
-                inputs = (t.to(device) for t in scaler.inputs(batch, rows))
-                normalised = network(*inputs).double().cpu().numpy()
-                here, actual = frame.at(batch.origins), target[windows.target_rows(batch)]
-                pieces = (
-                    scaler.restore(normalised, here)[0], actual[0], normalised[0],
-                    scaler.normalise(actual, here)[0], np.repeat(batch.series, count), batch.origins[0],
-                )  # fmt: skip
-                for total, piece in zip(out, pieces, strict=True):
-                    total.append(piece)
-    finally:
-        network.train(was_training)
-    return Forecasts(*(np.concatenate(part) for part in out))
+    normalised, origins = normalised_quantiles(network, scaler, windows, device)
+    here, actual = frame.at(origins), target[origins[:, None] + np.arange(1, windows.horizon + 1)]
+    return Forecasts(
+        scaler.restore(normalised, here), actual, normalised, scaler.normalise(actual, here),
+        windows.series.series_of_row[origins], origins,
+    )  # fmt: skip
 
 
 def calibrated(found: Forecasts, shift: Floats, scaler: Scaler, frame: Frame) -> Forecasts:
