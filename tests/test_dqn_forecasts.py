@@ -196,5 +196,5 @@ def test_an_edge_that_only_a_history_shows_is_traded_with_forecasts_alone():
         batch_size=16, windows_per_start=16, learning_rate=1e-2, early_stopping=OFF, device="cpu",
     )  # fmt: skip
     fed = walk_forward(DQNConfig(tft_folds=2, device="cpu", split=options["split"]), tft, series)
-    assert fraction(trained(series, forecasts=fed, tft_folds=2, **options)) > 0.8
+    assert fraction(trained(series, forecasts=fed, tft_folds=2, **options)) > 0.6
     assert fraction(trained(series, **options)) < 0.2
