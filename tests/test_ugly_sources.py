@@ -351,12 +351,13 @@ def test_a_series_and_a_code_never_seen_are_forecast_with_one_warning_that_names
     assert "static_001 is 99" in warning.getMessage()
 
 
-def test_windows_of_unequal_series_are_counted_and_too_short_ones_named_and_refused_alone(train, tmp_path):
+def test_windows_of_unequal_series_are_counted_and_too_short_ones_named_and_refused_alone(train, tmp_path, caplog):
     series = {"AAPL": 200, "FB": 75, "IBM": 61, "MSFT": 12}
     tables = market_tables(series, **SIZES)
     long = {"context": 30, "horizon": 10}
     code, found, _ = train(pa.concat_tables(tables.values()), tmp_path / "all", *WHOLE, **long)
     assert (code, found["metrics"]["windows"]["train"], found["metrics"]["short_series"]) == (0, 161 + 36 + 22, {"MSFT": 12})
+    assert any("left out" in r.getMessage() and "{'MSFT': 12}" in r.getMessage() for r in caplog.records)
     code, found, _ = train(tables["IBM"], tmp_path / "ibm", *WHOLE, **long)
     assert (code, found["metrics"]["windows"]["train"]) == (0, 22)
     code, found, _ = train(tables["MSFT"], tmp_path / "msft", *WHOLE, **long)

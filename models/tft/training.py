@@ -160,6 +160,8 @@ def _train(
             f"no series is long enough for context {config.context} + horizon {config.horizon} in its train block; "
             f"rows by series: {training.short_series}"
         )
+    if training.short_series:
+        logger.warning("left out, too short for a window in the train block; rows by series: %s", training.short_series)
     scaler = Scaler.fit(series, blocks["train"], target, config.anchor, config.horizon)
     scaler.check_ratio(series, target, np.arange(len(target)))
     memory = fitting_plan(config, series.contract.sizes)
