@@ -19,7 +19,7 @@ from models.config import Split
 from models.dqn.config import DQNConfig
 from models.dqn.evaluation import block_bootstrap, roll_out
 from models.dqn.forecasts import agent_table
-from models.dqn.market import FeatureScaler, log_returns, targets_of_actions
+from models.dqn.market import FeatureScaler, feature_table, log_returns, targets_of_actions
 from models.dqn.network import PositionQNetwork
 from models.features import FeatureContract
 from models.tft.config import TFTConfig
@@ -150,7 +150,8 @@ def compare_policies(
     """Net log return of every bar in `rows` under either fill, with the challenger's fee: against the champion, then against
     flat. Raises Incomparable."""
     _same_features((challenger, champion), series)
-    seen = [agent_table(snapshot, series, rows) for snapshot in (challenger, champion)]
+    features = feature_table(series)
+    seen = [agent_table(snapshot, series, features, rows) for snapshot in (challenger, champion)]
     segments = [(int(a), int(b)) for a, b in overlap(seen[0][1], seen[1][1]) if b - a >= 2]
     if not segments:
         raise Incomparable("no bar to trade after both trainings")

@@ -16,7 +16,7 @@ from models.checkpoint import CheckpointError, checkpoint_bytes, read_checkpoint
 from models.comparison import compare_policies, rows_from, untouched_from
 from models.dqn.config import DQNConfig
 from models.dqn.forecasts import cut_instants, foreseen, known_before, walk_forward
-from models.dqn.market import market_of
+from models.dqn.market import feature_table, market_of
 from models.tft.config import TFTConfig
 from models.windows import UnfitSeriesError, block_rows
 
@@ -149,11 +149,15 @@ def test_a_loaded_agent_decides_with_the_tft_in_its_own_file(fed):
     found = training.decide(snapshot, now)
     network, scaler = training.rebuilt(snapshot)
     last = (begin + short - 1).tolist()
-    wanted = network(scaler.apply(training.agent_table(snapshot, SERIES, np.stack([last, np.add(last, 1)], 1))[0])[last])
+    wanted = network(
+        scaler.apply(training.agent_table(snapshot, SERIES, feature_table(SERIES), np.stack([last, np.add(last, 1)], 1))[0])[last]
+    )
     assert [d.timestamp for d in found] == SERIES.timestamps[last].tolist()
     assert np.allclose([list(d.values.values()) for d in found], wanted.detach().numpy(), atol=1e-5)
     # What the agent was tested with is what it decides with
-    assert torch.allclose(training.agent_table(snapshot, SERIES, fed.rows)[0][last, -3 * H :], fed.values[last], atol=1e-6)
+    assert torch.allclose(
+        training.agent_table(snapshot, SERIES, feature_table(SERIES), fed.rows)[0][last, -3 * H :], fed.values[last], atol=1e-6
+    )
     with pytest.raises(UnfitSeriesError, match=r"AAA, BBB .*3 rows ahead"):
         training.decide(snapshot, SERIES)
     snapshot.metadata.pop("tft")

@@ -22,7 +22,6 @@ import models.tft.training
 from models.checkpoint import CheckpointError, Snapshot, checkpoint_bytes
 from models.config import Split
 from models.dqn.config import DQNConfig
-from models.dqn.market import feature_table
 from models.progress import StopRequested
 from models.tft.calibration import shifted
 from models.tft.config import TFTConfig
@@ -104,11 +103,13 @@ def moves(tft: Snapshot, series: SeriesArrays, rows: Rows) -> Tensor:
     return torch.from_numpy(out.reshape(len(out), -1).astype(np.float32))
 
 
-def _in_place(values: Tensor, rows: Rows, total: int) -> Tensor:
-    """Values of `rows` in a table of all rows, NaN elsewhere: a row without a forecast that is read after all spoils the loss."""
-    out = torch.full((total, values.shape[1]), torch.nan)
-    out[torch.cat([torch.arange(int(a), int(b)) for a, b in rows])] = values
-    return out
+def _every(rows: Rows) -> Tensor:
+    return torch.cat([torch.arange(int(a), int(b)) for a, b in rows])
+
+
+def _unknown(series: SeriesArrays, tft: TFTConfig) -> Tensor:
+    """Forecasts before there are any, [N, H x Q]: NaN, so that a row without one that is read after all spoils the loss."""
+    return torch.full((len(series.timestamps), tft.horizon * len(tft.quantiles)), torch.nan)
 
 
 def walk_forward(
@@ -127,7 +128,7 @@ def walk_forward(
             "checkpoint_every": tft.epochs, "device": config.device,
         }
     )  # fmt: skip
-    values = torch.full((len(series.timestamps), tft.horizon * len(tft.quantiles)), torch.nan)
+    values = _unknown(series, tft)
     digest, told, made = hashlib.sha256(), [], []
     for fold, (since, until) in enumerate(zip(cuts, [*cuts[1:], None], strict=True), 1):
         known = known_before(series, since, 1 - share, gap)
@@ -139,7 +140,7 @@ def walk_forward(
                 return None
             keep(fold, found)
         rows = foreseen(series, tft, since, until)
-        values = torch.where(values.isnan(), _in_place(moves(found, series, rows), rows, len(values)), values)
+        values[_every(rows)] = moves(found, series, rows)
         digest.update(checkpoint_bytes(found))
         made.append(found)
         learnt = {"rows_known": int(known.history_rows.sum()), "rows_forecast": int((rows[:, 1] - rows[:, 0]).sum())}
@@ -178,15 +179,17 @@ def carried(snapshot: Snapshot) -> Snapshot:
     return Snapshot(snapshot.part("tft."), snapshot.metadata["tft"])
 
 
-def agent_table(snapshot: Snapshot, series: SeriesArrays, rows: Rows) -> tuple[Tensor, Rows]:
-    """What a published agent sees, unscaled [N, F], and those of `rows` [S, 2] that it sees whole: all of them, or with a TFT
-    those that it can forecast and has not learnt from."""
-    table = feature_table(series)
+def agent_table(snapshot: Snapshot, series: SeriesArrays, table: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    """What a published agent sees, unscaled [N, F], given the feature table; and those of `rows` [S, 2] that it sees whole: all
+    of them, or with a TFT those that it can forecast and has not learnt from."""
     if not DQNConfig.model_validate(snapshot.metadata["config"]).tft_folds:
         return table, rows
     tft = carried(snapshot)
-    rows = overlap(rows, foreseen(series, TFTConfig.model_validate(tft.metadata["config"]), tft.metadata["since"]))
-    return torch.cat([table, _in_place(moves(tft, series, rows), rows, len(table))], 1), rows
+    config = TFTConfig.model_validate(tft.metadata["config"])
+    rows = overlap(rows, foreseen(series, config, tft.metadata["since"]))
+    values = _unknown(series, config)
+    values[_every(rows)] = moves(tft, series, rows)
+    return torch.cat([table, values], 1), rows
 
 
 def _date(micros: int) -> str:

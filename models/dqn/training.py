@@ -25,6 +25,7 @@ from models.dqn.market import (
     ACTIONS,
     FeatureScaler,
     Market,
+    feature_table,
     market_of,
     segments_of,
     table_digest,
@@ -239,7 +240,8 @@ def decide(snapshot: Snapshot, series: SeriesArrays) -> list[Decision]:
         raise ValueError("the source has other feature columns than the agent was trained on")
     network, scaler = rebuilt(snapshot)
     ends = series.offsets[:-1] + series.history_rows
-    table, seen = agent_table(snapshot, series, np.stack([np.maximum(ends - 1, series.offsets[:-1]), ends], axis=1))
+    last = np.stack([np.maximum(ends - 1, series.offsets[:-1]), ends], axis=1)
+    table, seen = agent_table(snapshot, series, feature_table(series), last)
     whole = seen[:, 0] < seen[:, 1]
     if left := [n for n, rows, good in zip(series.names, series.history_rows, whole, strict=True) if rows and not good]:
         tft = carried(snapshot).metadata["config"]
