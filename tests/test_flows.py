@@ -39,7 +39,7 @@ from models.tft.config import TFTConfig
 from tasks.artifacts import read_champion, read_dataset, read_manifest, run_key, verify
 from tasks.registry import fetch, promote, show, versions
 from tasks.storage import LocalStore, ObjectMissing, StoreError, open_store
-from tasks.training import stop_signals
+from tasks.training import TrainingInterrupted, stop_signals
 
 TFT = TFTConfig(
     context=8, horizon=3, hidden_size=8, num_heads=2, grn_layers=1, epochs=2, updates_per_epoch=3, batch_size=4,
@@ -267,6 +267,11 @@ def test_an_agent_that_reads_the_champion_tft_names_it_and_another_champion_is_a
     with pytest.raises(ZeroDivisionError):
         retrain_dqn(report.ingest.dataset, store, "fed", config)
     monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.training.walk_forward", lambda *a, **k: None)  # asked to stop
+        with pytest.raises(TrainingInterrupted, match="while its TFTs were trained"):
+            retrain_dqn(report.ingest.dataset, store, "fed", config)
+    assert versions(opened, "fed") == []
     monkeypatch.setattr(models.dqn.forecasts, "_trained", None)  # both folds are kept: none is trained again
     first = retrain_dqn(report.ingest.dataset, store, "fed", config)
     monkeypatch.undo()
