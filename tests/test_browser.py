@@ -93,7 +93,7 @@ class Page:
             return 0
         drawn = np.asarray(Image.open(io.BytesIO(canvas.screenshot_as_png)).convert("RGB"), int)
         red, green, blue = drawn[: len(drawn) * 9 // 10].transpose(2, 0, 1)
-        return int(((green > red + 50) & (green > blue + 30)).sum())
+        return int(((green > red + 30) & (green > blue + 15)).sum())
 
     def keep(self, name):
         """A screenshot in the folder FORECASTLE_SCREENSHOTS, when that is set: to look at."""
