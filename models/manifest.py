@@ -83,8 +83,6 @@ class ModelManifest(BaseModel):
     stop_reason: StopReason
     best_epoch: int | None
     weights: Literal["best", "last"] = Field(description="Which weights the final checkpoint holds.")
-    tft: TFTSource | None = Field(
-        None, exclude_if=lambda value: value is None, description="Champion that the agent's forecasts are made like."
-    )
+    tft: TFTSource | None = Field(None, description="Champion that the agent's forecasts are made like.")
     code_version: str
     versions: dict[str, str] = Field(description="Python and library versions of the training process.")

@@ -247,16 +247,21 @@ def load_published(store: ObjectStore, manifest: ModelManifest, folder: Path) ->
     snapshot = load_checkpoint(path, manifest.files[manifest.final].sha256)
     if odd := [name for name in snapshot.tensors if not name.startswith(("network.", "scaler.", "conformal.", "tft."))]:
         raise CheckpointError(f"{path.name}: tensors that no model of this project has: {odd[:4]}")
-    said = {name: snapshot.metadata.get(name) for name in ("config", "contract", "dataset")}
-    meant = {
-        "config": manifest.config.model_dump(mode="json"), "contract": manifest.dataset.contract.model_dump(mode="json"),
-        "dataset": manifest.dataset.fingerprint,
-    }  # fmt: skip
-    if said != meant:
-        odd = [name for name in said if said[name] != meant[name]]
+    # What was written before a setting existed means its default, in the file as in the manifest
+    meant = {"config": manifest.config, "contract": manifest.dataset.contract}
+    odd = [name for name, value in meant.items() if _read_as(type(value), snapshot.metadata.get(name)) != value]
+    odd += ["dataset"] if snapshot.metadata.get("dataset") != manifest.dataset.fingerprint else []
+    if odd:
         raise ArtifactIntegrityError(f"{path.name}: made with another {' and '.join(odd)} than its manifest says")
     _claimed(store, manifest)
     return snapshot
+
+
+def _read_as(kind: type[BaseModel], value: Any) -> BaseModel | None:
+    try:
+        return kind.model_validate(value)
+    except ValidationError:
+        return None
 
 
 def verify(store: ObjectStore, model: str, number: int) -> ModelManifest:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ByteSize, TypeAdapter
+
 from models.features import canonical_json
 from tasks.expectations import RULES, DataContractError, DataReport, ValidationEngineError, gx_context
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from tasks.staging import StagedFiles
 
 PROFILES = ("columns", "series", "keys")
-UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 COPIES = 4  # of the rows, in pandas and in Great Expectations, at most at once
 
 
@@ -128,11 +129,8 @@ def _rows(suite: dict[str, Any], staged: StagedFiles) -> Any:
             named |= set(kwargs.get("column_list") or every)
         named |= {kwargs[key] for key in ("column", "column_A", "column_B") if isinstance(kwargs.get(key), str)}
     columns = [name for name in every if name in named] or [staged.contract.entity]
-    number, unit = staged.config.memory_limit[:-3].strip(), staged.config.memory_limit[-3:].strip()
-    if unit not in UNITS:
-        number, unit = staged.config.memory_limit[:-2].strip(), staged.config.memory_limit[-2:]
     needed = COPIES * 8 * staged.rows * len(columns)
-    if needed > float(number) * UNITS[unit]:
+    if needed > TypeAdapter(ByteSize).validate_python(staged.config.memory_limit):
         raise SuiteError(
             f"suite {suite['name']}: {staged.rows} rows of {len(columns)} columns take about {needed / 2**30:.1f} GiB in pandas, "
             f"more than the memory limit {staged.config.memory_limit}; raise --config.memory-limit, or run the suite against the "

@@ -187,6 +187,11 @@ def test_left_overs_of_killed_writers_are_ended(store, folder):
 @pytest.fixture
 def from_source(store, folder):
     """A version with a real network, from source files by way of a stored dataset."""
+    return published_from_source(store, folder)
+
+
+def published_from_source(store, folder, unknown=()):
+    """`unknown` are settings that did not exist when the file was written."""
     write_market(folder / "source", series={"AAA": 220, "BBB": 180}, static=3, historical=20, future=4)
     contract = small_contract()
     staged = stage_parquet(str(folder / "source"), contract, IngestConfig(), folder / "staged")
@@ -194,6 +199,8 @@ def from_source(store, folder):
     config = CONFIGS["dqn"]
     weights = Run("dqn").weights
     weights.metadata.update(dataset=dataset.fingerprint, contract=dataset.contract.model_dump(mode="json"))
+    for name in unknown:
+        del weights.metadata["config"][name]
     run = trained(
         folder / "run", config=config, dataset=dataset, dataset_uri=uri, run_key=run_key(dataset, config, "dqn"),
         versions={"python": platform.python_version(), "torch": version("torch")},
@@ -226,6 +233,11 @@ def test_a_fetched_version_is_whole_and_its_network_stands(store, folder, from_s
     assert fetch(store, "dqn", 1, folder / "here") == from_source
     for name, file in from_source.files.items():
         assert digest(folder / "here" / name) == file
+
+
+def test_a_version_from_before_a_setting_existed_is_loaded(store, folder):
+    older = published_from_source(store, folder, unknown=("updates_per_bar",))
+    assert fetch(store, "dqn", 1, folder / "here") == older
 
 
 def test_a_file_of_another_configuration_than_its_manifest_is_not_loaded(store, folder, from_source):

@@ -246,15 +246,26 @@ def test_progress_is_told_and_a_memory_limit_that_is_too_small_is_named(folder):
         stage(source, folder / "tight", contract=contract, config=IngestConfig(memory_limit="1MiB", threads=1))
 
 
+def told_apart(code, source, out):
+    """What `code` prints in a process of its own, where this module's names and the contract of `wide` stand."""
+    before = (
+        "import sys; sys.path.insert(0, 'tests')\nfrom test_staging import *\n"
+        "contract = small_contract(static=2, historical=110, future=2)\n"
+    )
+    command = [sys.executable, "-c", before + code, source, out]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "fits"), [(BLOCK_ROWS, True), (480_000, False)])
 def test_rows_in_random_order_are_sorted_in_half_the_memory_they_take(block, fits, folder):
     """In a process of its own; the planted fault takes all rows at once."""
     source = wide(folder / "s", 480_000)
     code = (
-        "import sys; sys.path.insert(0, 'tests')\nfrom test_staging import *\nfrom benchmarks.ingest import Peak\n"
+        "from benchmarks.ingest import Peak\n"
         f"import tasks.sorting\ntasks.sorting.BLOCK_ROWS = {block}\n"
-        "contract = small_contract(static=2, historical=110, future=2)\n"
         "config = IngestConfig(memory_limit='128MiB', threads=1)\n"
         "peaks = [Peak(), Peak()]\n"
         "def written(share, text):\n    if 'files read' in text:\n"
@@ -263,11 +274,7 @@ def test_rows_in_random_order_are_sorted_in_half_the_memory_they_take(block, fit
         "print(stage(sys.argv[1], sys.argv[2], contract=contract, config=config, on_progress=written).rows)\n"
         "peaks[1].ended.set(); peaks[1].join()\nprint(peaks[1].mib - peaks[0].mib)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, source, folder / "out"], capture_output=True, text=True, cwd=Path(__file__).parent.parent
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows, grown = map(float, done.stdout.split())
+    rows, grown = map(float, told_apart(code, source, folder / "out").split())
     assert rows == 480_000
     assert (grown < 108) == fits, "MiB beyond what reading took; the rows are 216"
 
@@ -276,8 +283,7 @@ def test_a_disk_that_fills_while_files_are_read_or_sorted_is_told_as_such_and_no
     """A process of its own that may write no longer file, as a full disk lets none grow."""
     source = wide(folder / "s", 30_000)
     code = (
-        "import pathlib, resource, sys; sys.path.insert(0, 'tests')\nfrom test_staging import *\n"
-        "contract = small_contract(static=2, historical=110, future=2)\n"
+        "import pathlib, resource\n"
         "config = IngestConfig(memory_limit='40MiB', threads=1)\n"
         "for limit in (100_000, 14_000_000):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, 14_000_000))\n"
@@ -285,10 +291,7 @@ def test_a_disk_that_fills_while_files_are_read_or_sorted_is_told_as_such_and_no
         "    except DiskFullError as error:\n"
         "        print(error, (pathlib.Path(sys.argv[2]) / 'ordered-rows').exists())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, source, folder / "out"], capture_output=True, text=True, cwd=Path(__file__).parent.parent
-    )
-    reading, sorting = done.stdout.splitlines()
+    reading, sorting = told_apart(code, source, folder / "out").splitlines()
     for line, sorted_already in ((reading, "False"), (sorting, "True")):
         assert "the disk is full" in line
         assert line.endswith(f"--config.spill-folder {sorted_already}")

@@ -35,14 +35,12 @@ class DQNConfig(RunConfig):
     epsilon_decay_updates: int = Field(400, ge=1, description="Updates over which epsilon falls.")
     gradient_clip: float = Field(10.0, gt=0, description="Largest gradient norm.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay; 0 is Adam.")
-    # Left out of what is stored while they are off: files and run keys are those of a run that knows nothing of them
     tft_folds: int = Field(
-        0, ge=0, exclude_if=lambda value: value == 0,
+        0,
+        ge=0,
         description="TFTs like the champion, each trained on earlier rows alone, whose forecasts join the state; 0: none.",
-    )  # fmt: skip
-    tft_model: str = Field(
-        "tft", exclude_if=lambda value: value == "tft", description="With tft_folds: the model whose champion that is."
     )
+    tft_model: str = Field("tft", description="With tft_folds: the model whose champion that is.")
 
     @model_validator(mode="after")
     def _fits(self) -> DQNConfig:
