@@ -130,7 +130,7 @@ def _forecasts(snapshot: Snapshot, config: TFTConfig, series: SeriesArrays, comm
     network, scaler = models.tft.training.rebuilt(snapshot)
     target = series.target(config.target)
     windows = WindowDataset(series, np.stack([series.offsets[:-1]] * 2, axis=1), config.context, config.horizon)
-    windows.first_origin, windows.counts, windows.ends = common.first_origin, common.counts, common.ends
+    windows.keep(common.first_origin, common.counts)
     try:
         scaler.check_ratio(series, target, np.arange(len(target)))
     except ValueError as error:

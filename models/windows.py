@@ -110,9 +110,14 @@ class WindowDataset:
     def __init__(self, series: SeriesArrays, rows: NDArray[np.int64], context: int, horizon: int) -> None:
         self.series, self.context, self.horizon = series, context, horizon
         begin = series.offsets[:-1]
-        self.first_origin = np.maximum(rows[:, 0] - 1, begin + context - 1)
-        self.counts = np.maximum(0, rows[:, 1] - horizon - self.first_origin)
-        self.ends = np.cumsum(self.counts)
+        first_origin = np.maximum(rows[:, 0] - 1, begin + context - 1)
+        self.keep(first_origin, np.maximum(0, rows[:, 1] - horizon - first_origin))
+
+    def keep(self, first_origin: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """From now on the windows are, of each series, these many consecutive ones from that origin on."""
+        self.first_origin, self.counts, self.ends = first_origin, counts, np.cumsum(counts)
+        self.last_origin = first_origin + counts - 1
+        self._origin_of_zero = first_origin + counts - self.ends
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -127,11 +132,11 @@ class WindowDataset:
         """First origins [count, 2] as (series, row), uniform over windows; moved back so that `windows` fit."""
         window = generator.integers(0, len(self), count)
         which = np.searchsorted(self.ends, window, side="right")
-        counts = self.counts[which]
         starts = np.empty((count, 2), np.int64)
-        starts[:, 0] = which
-        place = np.minimum(window - self.ends[which] + counts, np.maximum(counts - windows, 0))
-        np.add(self.first_origin[which], place, out=starts[:, 1])
+        starts[:, 0], starts[:, 1] = which, self._origin_of_zero[which] + window
+        if windows > 1:
+            latest = np.maximum(self.last_origin - windows + 1, self.first_origin)
+            np.minimum(starts[:, 1], latest[which], out=starts[:, 1])
         return starts
 
     def sequential_starts(self, windows: int) -> NDArray[np.int64]:
@@ -142,7 +147,7 @@ class WindowDataset:
     def batch(self, starts: NDArray[np.int64], windows: int) -> WindowBatch:
         """The windows from each of the starts [S, 2] on."""
         which, first = starts.T.copy()
-        last = self.first_origin[which] + self.counts[which] - 1
+        last = self.last_origin[which]
         origins = first[:, None] + np.arange(windows)
         valid = origins <= last[:, None]
         cut = np.flatnonzero(~valid[:, -1])
@@ -189,7 +194,5 @@ def last_windows(series: SeriesArrays, context: int, horizon: int) -> WindowData
     origin = np.minimum(series.offsets[:-1] + series.history_rows - 1, ends - horizon - 1)
     dataset = WindowDataset(series, np.stack([origin + 1, origin + 1 + horizon], axis=1), context, horizon)
     enough = (origin - series.offsets[:-1] + 1 >= context) & (origin >= series.offsets[:-1])
-    dataset.first_origin = origin
-    dataset.counts = enough.astype(np.int64)
-    dataset.ends = np.cumsum(dataset.counts)
+    dataset.keep(origin, enough.astype(np.int64))
     return dataset

@@ -50,7 +50,7 @@ def updates_of(c, micro_batch):
     scaler = Scaler.fit(SERIES, rows, target, "auto", c.horizon)
     updates = training.Updates(network, scaler, windows, target, scaler.frame(SERIES, target), c, "cpu", micro_batch)
     starts = windows.random_starts(c.batch_size, 2, np.random.default_rng(3))
-    starts[-1] = 1, windows.first_origin[1] + windows.counts[1] - 1
+    starts[-1] = 1, windows.last_origin[1]
     assert windows.batch(starts, 2).valid.sum() == 2 * c.batch_size - 1
     return updates, starts
 
