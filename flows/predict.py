@@ -44,8 +44,9 @@ def predict(
         path = Path(out) if out else Path(folder) / "predictions.parquet"
         manifest, rows = predict_rows(opened, model, version, source, path)
         if out is None:
-            key = f"predictions/{model}/{manifest.version}/{digest(path).sha256}.parquet"
-            opened.put_if_absent(key, path)
+            file = digest(path)
+            key = f"predictions/{model}/{manifest.version}/{file.sha256}.parquet"
+            opened.put_if_absent(key, path, file)
             out = f"{opened.uri.rstrip('/')}/{key}"
     emit_event(
         "predictions.landed",

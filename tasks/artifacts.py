@@ -115,7 +115,8 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
 
     A second try after a crash at any point finishes the same version with the same bytes, even where training again came
     to other bits: files are kept under runs/<run_key>/files/ by content before the one manifest that names them is built
-    there, and are published from there. Raises ValueError for an interrupted run, StoreConflict on other bytes.
+    there, and are published from there. Raises ValueError for an interrupted run, ArtifactIntegrityError when a file is not
+    what training wrote, StoreConflict on other bytes in the store.
     """
     if run.stop_reason == "interrupted":
         raise ValueError("an interrupted run is never published; run it again to continue")
@@ -123,9 +124,7 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
     files = {c.name: StoredFile(sha256=c.sha256, size=c.size) for c in run.checkpoints}
     files |= {name: digest(folder / name) for name in run.extras}
     for name, file in files.items():
-        if digest(folder / name) != file:
-            raise ArtifactIntegrityError(f"{folder / name}: not the bytes that training wrote ({file.sha256})")
-        store.put_if_absent(kept_file(run.run_key, file, name), folder / name)
+        store.put_if_absent(kept_file(run.run_key, file, name), folder / name, file)
     final = next(c.name for c in run.checkpoints if c.is_final)
     manifest = ModelManifest(
         version=claim.version, files=files, final=final, code_version=code_version(),
@@ -140,7 +139,7 @@ def publish_run(run: TrainedRun, store: ObjectStore, claim: RunClaim) -> ModelMa
             if files.get(name) != file:  # the manifest is of an earlier try, and so are its files
                 path = Path(temporary) / name
                 store.download(kept_file(run.run_key, file, name), path, file)
-            store.put_if_absent(f"{place}/{name}", path)
+            store.put_if_absent(f"{place}/{name}", path, file)
     for name, file in manifest.files.items():  # as late as can be: a file found there was nobody's until the manifest
         store.check(f"{place}/{name}", file)
     store.put_if_absent(f"{place}/manifest.json", data)

@@ -84,7 +84,7 @@ def write_dataset(staged: StagedFiles, report: DataReport, store: ObjectStore) -
             stored = digest(Path(part))
             # Named by content too: another pyarrow may write the same rows as other bytes
             files[key := f"part-{number:05d}-{stored.sha256[:8]}.parquet"] = stored
-            store.put_if_absent(f"{place}/{key}", Path(part))
+            store.put_if_absent(f"{place}/{key}", Path(part), stored)
         dataset = Dataset(
             fingerprint=name, contract=staged.contract, rows=staged.rows, series=series, first_timestamp=first,
             last_timestamp=last, files=files,

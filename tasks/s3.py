@@ -19,7 +19,18 @@ from typing import Any
 from models.checkpoint import atomic_file
 from models.manifest import StoredFile
 from tasks.s3_client import BLOCK, s3_client
-from tasks.storage import SWAP_LIMIT, ObjectInfo, ObjectMissing, StoreConflict, StoredObject, StoreError, check_key, digest, same
+from tasks.storage import (
+    SWAP_LIMIT,
+    ObjectInfo,
+    ObjectMissing,
+    StoreConflict,
+    StoredObject,
+    StoreError,
+    check_key,
+    digest,
+    digest_as,
+    same,
+)
 
 PART = 16 * 2**20
 """Bytes of a part of an upload or a download: with two at once, 32 MiB of memory whatever the file's size."""
@@ -28,8 +39,11 @@ ONE_REQUEST = 64 * 2**20
 """Bytes up to which a file goes up in one request: to a server near by that is quicker than parts (benchmarks/README.md)."""
 REFUSED_SWAP = {"412", "409", "404", "NoSuchKey", "PreconditionFailed", "ConditionalRequestConflict"}
 PROBED = "probe/conditional-writes"
+OTHER_BYTES = {"BadDigest", "XAmzContentChecksumMismatch"}
 _conditional: dict[tuple[str, str], bool] = {}
 """Whether conditions hold, by endpoint and bucket: asked once per process."""
+_compared: dict[tuple[str, str], bool] = {}
+"""Whether the server refuses bytes that are not those of the checksum sent along: asked likewise, and only where it matters."""
 
 
 class S3Store:
@@ -59,6 +73,7 @@ class S3Store:
             "NoSuchBucket": f"make the bucket {self.bucket!r} or change the store's URI",
             "AccessDenied": permission,
             "403": permission,
+            "BadDigest": "the bytes changed on their way: try again, then look at network and memory",
             "InvalidRequest": checksum,
             "InvalidArgument": checksum,
             "SSLError": "the server's certificate is not trusted here: set AWS_CA_BUNDLE to a file with its CA",
@@ -80,8 +95,7 @@ class S3Store:
 
         Raises StoreError where they do not hold, unless FORECASTLE_SINGLE_WRITER=1 says that nobody else writes here.
         """
-        place = (str(self.client.meta.endpoint_url), self.bucket)
-        if place not in _conditional:
+        if (place := self._place) not in _conditional:
             # The first may create the object; the second must not, and neither must a swap of another tag
             created = self._probe(IfNoneMatch="*") and self._probe(IfNoneMatch="*")
             _conditional[place] = not created and not self._probe(IfMatch='"0123456789abcdef0123456789abcdef"')
@@ -107,8 +121,25 @@ class S3Store:
                 return True
             raise self._explained(error, PROBED, "PutObject") from error
 
-    def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        expected = digest(data)
+    @property
+    def _place(self) -> tuple[str, str]:
+        return str(self.client.meta.endpoint_url), self.bucket
+
+    def _compares(self, size: int) -> bool:
+        """Whether the server itself refuses other bytes of that size than those announced, so that nobody need hash them here."""
+        if size > ONE_REQUEST or not self._checksums:
+            return False
+        if self._place not in _compared:
+            try:
+                self._put(PROBED, b"one", digest(b"two"), {})
+                _compared[self._place] = False
+            except Exception as error:
+                _compared[self._place] = _code(error) in OTHER_BYTES
+        return _compared[self._place]
+
+    def put_if_absent(self, key: str, data: bytes | Path, expected: StoredFile | None = None) -> bool:
+        if expected is None or not self._compares(expected.size):
+            expected = digest_as(expected, data)
         conditional = self._conditions_hold()
         if not conditional and (found := self.head(key)) is not None:
             self._own(found, key, expected)
@@ -120,6 +151,8 @@ class S3Store:
             else:
                 self._put(key, data, expected, condition)
         except Exception as error:
+            if _code(error) in OTHER_BYTES:
+                digest_as(expected, data)
             # 412, 409, a timeout, a reset: the write may have happened all the same, also by the SDK's own retry.
             # Look and compare; nothing is ever deleted here.
             found = self._head_after(error, key)

@@ -67,6 +67,14 @@ def digest(data: bytes | Path) -> StoredFile:
         return StoredFile(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size=data.stat().st_size)
 
 
+def digest_as(expected: StoredFile | None, data: bytes | Path) -> StoredFile:
+    """`digest` of data; raises ArtifactIntegrityError when that is not what was expected."""
+    found = digest(data)
+    if expected is not None:
+        same(found, str(data) if isinstance(data, Path) else "the data", expected)
+    return found
+
+
 def check_key(key: str) -> str:
     """The key itself when every part of it is a legal name; raises StoreError otherwise."""
     if not all(KEY_PART.fullmatch(part) for part in key.split("/")):
@@ -79,8 +87,12 @@ class ObjectStore(Protocol):
 
     uri: str
 
-    def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        """Create the object: True; False when these very bytes are there already. Raises StoreConflict on others."""
+    def put_if_absent(self, key: str, data: bytes | Path, expected: StoredFile | None = None) -> bool:
+        """Create the object: True; False when these very bytes are there already. Raises StoreConflict on others.
+
+        `expected`, where it is known, saves hashing the data before a server that does so itself. Raises
+        ArtifactIntegrityError, and creates nothing, when the data are not that.
+        """
 
     def get(self, key: str, limit: int | None = None) -> bytes:
         """The object's bytes. Raises ObjectMissing, and StoreError when it is larger than `limit` bytes."""
@@ -168,8 +180,8 @@ class LocalStore:
         finally:
             os.close(descriptor)
 
-    def put_if_absent(self, key: str, data: bytes | Path) -> bool:
-        path, expected = self._path(key), digest(data)
+    def put_if_absent(self, key: str, data: bytes | Path, expected: StoredFile | None = None) -> bool:
+        path, expected = self._path(key), digest_as(expected, data)
         with self._disk(key):
             temporary = self._temporary(path.parent, data)
             try:

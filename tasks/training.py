@@ -216,7 +216,7 @@ def _train(
             return
         # Kept in the store while the run goes on: another machine can continue, with every file so far. The final file
         # of an interrupted run stands there too, and is no file of the resumed one.
-        store.put_if_absent(_place(key, saved), folder / saved.name)
+        store.put_if_absent(_place(key, saved), folder / saved.name, StoredFile(sha256=saved.sha256, size=saved.size))
         if not is_final:
             checkpoints[saved.name] = saved
         resume.metadata["checkpoints"] = [c.model_dump() for c in checkpoints.values()]

@@ -113,8 +113,8 @@ class CrashingStore:
             raise Crash
         return done
 
-    def put_if_absent(self, key, data):
-        return self._write(self.store.put_if_absent, key, data)
+    def put_if_absent(self, key, *data):
+        return self._write(self.store.put_if_absent, key, *data)
 
     def swap(self, key, data, etag):
         return self._write(self.store.swap, key, data, etag)

@@ -25,7 +25,8 @@ POLICIES = Path(__file__).parent.parent / "deployments" / "policies"
 def fresh(s3_server, monkeypatch):
     """The environment of the server and a prefix of one's own in it; endpoints are asked again."""
     monkeypatch.setattr(os, "environ", {**os.environ, **s3_server})
-    monkeypatch.setattr(tasks.s3, "_conditional", {})
+    for asked in ("_conditional", "_compared"):
+        monkeypatch.setattr(tasks.s3, asked, {})
     return f"s3://models/{os.urandom(4).hex()}"
 
 
@@ -83,6 +84,30 @@ def test_a_store_that_ignores_conditions_is_refused_unless_one_alone_writes(fres
     store.client.meta.events.register_last("after-call.s3.PutObject", second_writer)
     with pytest.raises(ArtifactIntegrityError, match="alias"):
         store.swap("alias", b"mine", None)
+
+
+def test_a_file_is_hashed_here_only_where_the_server_does_not_compare(fresh, monkeypatch, folder):
+    hashed, told = [], digest(b"sound")
+    monkeypatch.setattr(tasks.storage, "digest", lambda data: hashed.append(data) or digest(data))
+    (folder / "sound").write_bytes(b"sound")
+    (folder / "spoilt").write_bytes(b"spoilt")
+    store = open_store(fresh)
+    assert store.put_if_absent("x", folder / "sound", told)
+    assert hashed == []
+    with pytest.raises(ArtifactIntegrityError, match="spoilt: sha256"):
+        store.put_if_absent("y", folder / "spoilt", told)
+    for why, change in (
+        ("the server takes any checksum", lambda: ignoring(fresh, "ChecksumSHA256")),
+        ("none is sent", lambda: monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")),
+        ("it goes up in parts", lambda: monkeypatch.setattr(tasks.s3, "ONE_REQUEST", 0)),
+    ):
+        tasks.s3._compared.clear()
+        hashed.clear()
+        store = change() or open_store(fresh)
+        with pytest.raises(ArtifactIntegrityError, match="spoilt: sha256"):
+            store.put_if_absent("y", folder / "spoilt", told)
+        assert hashed == [folder / "spoilt"], why
+    assert open_store(fresh).head("y") is None
 
 
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])

@@ -66,8 +66,8 @@ class Killed:
             os.kill(os.getpid(), signal.SIGKILL)
         return out
 
-    def put_if_absent(self, key, data):
-        return self._write(self.store.put_if_absent, key, data)
+    def put_if_absent(self, key, *data):
+        return self._write(self.store.put_if_absent, key, *data)
 
     def swap(self, key, data, etag):
         return self._write(self.store.swap, key, data, etag)

@@ -54,6 +54,17 @@ def test_objects_come_back_whole_and_are_never_replaced(store, folder):
         store.get("models/a/x")
 
 
+def test_a_file_that_is_not_what_was_expected_is_not_stored(store, folder):
+    file = folder / "file"
+    file.write_bytes(b"spoilt")
+    for expected in (digest(b"sound!"), digest(b"sound")):
+        with pytest.raises(ArtifactIntegrityError, match=f"file: sha256 .* and 6 bytes, expected {expected.sha256}"):
+            store.put_if_absent("x", file, expected)
+    assert store.head("x") is None
+    assert store.put_if_absent("x", file, digest(b"spoilt"))
+    assert not store.put_if_absent("x", file, digest(b"spoilt"))
+
+
 def test_download_of_other_bytes_leaves_nothing(store, folder):
     store.put_if_absent("x", b"one")
     with pytest.raises(ArtifactIntegrityError, match="expected"):
