@@ -184,6 +184,16 @@ def steady_heap() -> Iterator[None]:
         trim(0)
 
 
+def close_holes() -> None:
+    """Give the free pages inside the C library's heap back to the system, where that is glibc.
+
+    Its aligned blocks leave holes that an equal one does not fit (sourceware bug 14581), so that a heap which is taken and
+    freed in turns grows by a fifth over what is ever in use at once.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _status(field: str) -> int:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():

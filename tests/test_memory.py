@@ -2,6 +2,9 @@
 
 import gc
 import logging
+import platform
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -73,6 +76,36 @@ def test_plan_is_what_the_tensors_of_an_update_hold(share, hidden):
     parameters = sum(4 * p.numel() for p in network.parameters())
     assert planned.fixed == 4 * parameters
     assert sum(row.parameters for row in planned.layers) == parameters
+
+
+RESIDENT = """
+import sys, torch
+import models.tft.layers
+from benchmarks.tft_memory import config, measure_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "holes":
+    models.tft.layers.close_holes = lambda: None
+print(measure_memory(config(hidden_size=32, batch_size=64, gradient_checkpointing="full"), "cpu", tracked=False))
+"""
+
+
+def resident(heap):
+    done = subprocess.run([sys.executable, "-c", RESIDENT, heap], check=True, capture_output=True, text=True)
+    return int(done.stdout)
+
+
+def test_plan_is_what_a_process_that_recomputes_takes():
+    wide = TFTConfig(context=60, horizon=10, hidden_size=32, batch_size=64, gradient_checkpointing="full", windows_per_start=1)
+    planned = fitting_plan(wide, (5, 210, 10))
+    assert planned.peak == pytest.approx(resident("tidied"), rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not ("glibc", "2.0") < platform.libc_ver() < ("glibc", "2.38"), reason="here aligned blocks leave no such holes"
+)
+def test_planted_holes_of_the_heap_take_more_than_was_planned():
+    assert resident("holes") > 1.1 * resident("tidied")
 
 
 def test_plan_without_the_selection_networks_would_be_far_off():

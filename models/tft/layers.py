@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from models.memory import close_holes
+
 
 class Recompute:
     """Which regions of the network drop their activations and run again in backward, and how often each ran.
 
     `share` is the share of the activations of the variable chunks (models/tft/selection.py); above 0 the selection weights,
     the GRN stacks, the LSTMs and the attention are regions too. Dropout masks come from the global generators only: those
-    are restored for the second run, one of our own would not be.
+    are restored for the second run, one of our own would not be. Before each region the heap is tidied, or its holes would
+    take back a good part of what is saved.
     """
 
     def __init__(self, setting: str | float) -> None:
@@ -28,16 +31,25 @@ class Recompute:
         self.share = {"none": 0.0, "full": 1.0, "auto": 1.0}[setting] if isinstance(setting, str) else float(setting)
         self.calls: Counter[str] = Counter()
 
-    def __call__(self, name: str, region: Callable[..., Tensor], *inputs: Tensor, chosen: bool = True) -> Tensor:
+    def __call__(self, name: str, region: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run `region`, under recomputation when the setting says so."""
 
         def counted(*again: Tensor) -> Tensor:
             self.calls[name] += 1
             return region(*again)
 
-        if self.share > 0 and chosen and torch.is_grad_enabled():
-            return checkpoint(counted, *inputs, use_reentrant=False)
+        def tidied(*again: Tensor) -> Tensor:
+            self.tidy(again[0].device)
+            return counted(*again)
+
+        if self.share > 0 and torch.is_grad_enabled():
+            return checkpoint(tidied, *inputs, use_reentrant=False)
         return counted(*inputs)
+
+    def tidy(self, device: torch.device) -> None:
+        """Close the holes of the heap, if anything is recomputed and on a CPU."""
+        if self.share > 0 and device.type == "cpu":
+            close_holes()
 
 
 @contextlib.contextmanager

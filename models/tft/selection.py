@@ -69,6 +69,7 @@ class VariableSelection(nn.Module):
         x_VR, weights_VR = x_RV.t().contiguous(), weights_RV.t().contiguous()
         p = self.p if self.training else 0.0
         if torch.is_grad_enabled():
+            recompute.tidy(x_RV.device)
             selected_RD = WeightedGRNs.apply(recompute, name, p, x_VR, weights_VR, *parameters)  # type: ignore[no-untyped-call]
         else:
             selected_RD = _forward(recompute, name, p, x_VR, weights_VR, parameters, None)
@@ -118,6 +119,7 @@ class WeightedGRNs(torch.autograd.Function):
         x_VR, s_VR = ctx.saved_tensors[:2]
         parameters, kept = ctx.saved_tensors[2:12], dict(zip(ctx.names, ctx.saved_tensors[12:], strict=True))
         w1, we, scale, shift = (parameters[i] for i in (0, 6, 8, 9))
+        ctx.recompute.tidy(x_VR.device)
         dout_RD = dout_RD.contiguous()
         chunks = _chunks(x_VR, ctx.p, parameters, ctx.matmul)
         dropped = _dropped(ctx.recompute.share, len(chunks))
