@@ -176,8 +176,8 @@ def test_a_publication_that_breaks_off_is_made_by_prefects_retry_or_by_hand_and_
     store, report = published
     opened, sound, lost = open_store(store), LocalStore.put_if_absent, []
 
-    def breaks_off(self, key, data):
-        done = sound(self, key, data)
+    def breaks_off(self, key, *data):
+        done = sound(self, key, *data)
         if (key == "models/retried/1/manifest.json" and not lost) or key.startswith("models/later/"):
             lost.append(key)
             raise StoreError("the answer is lost")
