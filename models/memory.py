@@ -169,8 +169,7 @@ def steady_heap() -> Iterator[None]:
     threshold for mapping large blocks stays where it is: without this the heap of a training run breaks up and grows. Does
     nothing with other C libraries. On leaving, what is free goes back to the system."""
     try:
-        library = ctypes.CDLL(None)
-        mallopt, trim = library.mallopt, library.malloc_trim  # glibc alone has both
+        mallopt = ctypes.CDLL(None).mallopt  # glibc's
     except (OSError, AttributeError):
         yield
         return
@@ -181,7 +180,7 @@ def steady_heap() -> Iterator[None]:
     finally:
         mallopt(_MMAP_THRESHOLD, 2**25)
         mallopt(_TRIM_THRESHOLD, 2**26)
-        trim(0)
+        close_holes()
 
 
 def close_holes() -> None:

@@ -131,13 +131,14 @@ class WindowDataset:
     def random_starts(self, count: int, windows: int, generator: np.random.Generator) -> NDArray[np.int64]:
         """First origins [count, 2] as (series, row), uniform over windows; moved back so that `windows` fit."""
         window = generator.integers(0, len(self), count)
-        which = np.searchsorted(self.ends, window, side="right")
-        starts = np.empty((count, 2), np.int64)
-        starts[:, 0], starts[:, 1] = which, self._origin_of_zero[which] + window
+        starts = np.empty((2, count), np.int64)
+        which, first = starts
+        which[:] = self.ends.searchsorted(window, side="right")
+        np.add(self._origin_of_zero[which], window, out=first)
         if windows > 1:
             latest = np.maximum(self.last_origin - windows + 1, self.first_origin)
-            np.minimum(starts[:, 1], latest[which], out=starts[:, 1])
-        return starts
+            np.minimum(first, latest[which], out=first)
+        return starts.T
 
     def sequential_starts(self, windows: int) -> NDArray[np.int64]:
         """First origins [n, 2] that pass every window once in order, up to `windows` at a time."""
@@ -146,15 +147,15 @@ class WindowDataset:
 
     def batch(self, starts: NDArray[np.int64], windows: int) -> WindowBatch:
         """The windows from each of the starts [S, 2] on."""
-        which, first = starts.T.copy()
+        which, first = starts.T
         last = self.last_origin[which]
         origins = first[:, None] + np.arange(windows)
         valid = origins <= last[:, None]
-        cut = np.flatnonzero(~valid[:, -1])
+        cut = [] if (complete := valid[:, -1]).all() else np.flatnonzero(~complete).tolist()
         series, context, horizon = self.series, self.context, self.horizon
         return WindowBatch(
             series=which,
-            origins=np.minimum(origins, last[:, None]),
+            origins=np.minimum(origins, last[:, None]) if cut else origins,
             valid=valid,
             static=series.static[which],
             historical=_stretches(series.historical, first - (context - 1), context + windows - 1, cut, last),
@@ -167,21 +168,20 @@ class WindowDataset:
 
 
 def _stretches(
-    table: NDArray[np.float32], first: NDArray[np.int64], rows: int, cut: NDArray[np.int64], last: NDArray[np.int64]
+    table: NDArray[np.float32], first: NDArray[np.int64], rows: int, cut: list[int], last: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """`rows` rows of the table from each `first` on, [S, rows, columns]; for the starts in `cut`, rows after `last` repeat it.
 
-    The rows of a start lie side by side and are copied at once, from a view of all stretches: an index per row takes twice as
-    long.
+    The rows of a start lie side by side in the row-major table and are copied at once, as one item of an array of all
+    stretches: an index per row takes twice as long.
     """
-    stretches, (down, across) = len(table) - rows + 1, table.strides
+    stretches, down = len(table) - rows + 1, table.strides[0]
     if stretches > 0:
-        # What as_strided does, in a tenth of its time
-        view = np.ndarray((stretches, rows, table.shape[1]), table.dtype, table, 0, (down, down, across))
-        out = view[np.minimum(first, stretches - 1) if len(cut) else first]
+        items = np.ndarray((stretches,), f"V{rows * down}", table, 0, (down,))
+        out = items[np.minimum(first, stretches - 1) if cut else first].view(table.dtype).reshape(-1, rows, table.shape[1])
     else:
         out = np.empty((len(first), rows, table.shape[1]), table.dtype)
-    for i in cut.tolist():
+    for i in cut:
         found = table[first[i] : last[i] + 1]
         out[i, : len(found)], out[i, len(found) :] = found, found[-1]
     return out
