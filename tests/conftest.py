@@ -57,6 +57,17 @@ def s3_server(tmp_path_factory):
     assert not local_s3.running(home)
 
 
+@pytest.fixture(scope="module")
+def prefect_server(tmp_path_factory):
+    """A real Prefect server, started once for a module, in a home of its own."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    os.environ["FORECASTLE_HOME"] = str(tmp_path_factory.mktemp("home"))
+    os.environ.pop("FORECASTLE_STORE", None)
+    with prefect_test_harness(server_startup_timeout=240):
+        yield
+
+
 @pytest.fixture(scope="session")
 def served():
     """The served set-up (deployments/serve.py), started once, in a home of its own that PostgreSQL's user can reach."""

@@ -2,12 +2,7 @@
 
 import hashlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
@@ -16,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
-from prefect.testing.utilities import prefect_test_harness
 from synthetic import DAY, START, write_market
 from test_leaks import leaking_source
 
@@ -39,7 +33,7 @@ from models.tft.config import TFTConfig
 from tasks.artifacts import read_champion, read_dataset, read_manifest, run_key, verify
 from tasks.registry import fetch, promote, show, versions
 from tasks.storage import LocalStore, ObjectMissing, StoreError, open_store
-from tasks.training import TrainingInterrupted, stop_signals
+from tasks.training import TrainingInterrupted
 
 TFT = TFTConfig(
     context=8, horizon=3, hidden_size=8, num_heads=2, grn_layers=1, epochs=2, updates_per_epoch=3, batch_size=4,
@@ -64,13 +58,7 @@ MARKET = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    os.environ["FORECASTLE_HOME"] = str(home)
-    os.environ.pop("FORECASTLE_STORE", None)
-    with prefect_test_harness(server_startup_timeout=240):
-        yield home
+pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +80,7 @@ def runs_of(task_prefix):
 
 
 @pytest.fixture(scope="module")
-def published(source, tmp_path_factory):
+def published(prefect_server, source, tmp_path_factory):
     store = (tmp_path_factory.mktemp("store")).as_uri()
     return store, pipeline(str(source), store, str(source / "_contract.toml"), TFT, DQN)
 
@@ -393,128 +381,6 @@ def test_a_source_unlike_the_champions_is_told_plotted_and_sent_as_an_event(move
     else:
         assert "no drift" in text
         assert found.fingerprint == report.ingest.fingerprint
-
-
-def train_command(dataset, store, epochs):
-    options = {"epochs": epochs, "updates-per-epoch": 60, "checkpoint-every": 2, "num-envs": 8, "device": "cpu"}
-    tokens = [t for k, v in options.items() for t in (f"--config.{k}", str(v))]
-    return [
-        sys.executable, "-m", "flows", "train", "dqn", "--dataset", dataset, "--store", store, *tokens,
-        "--config.hidden-sizes", "32", "--config.early-stopping.patience", "0", "--name", "stopped", "--json",
-    ]  # fmt: skip
-
-
-def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weights(published, tmp_path_factory):
-    """Killed by SIGTERM and run again equals never killed: same final file, tensor for tensor."""
-    store, report = published
-    environment = {**os.environ, "FORECASTLE_HOME": str(tmp_path_factory.mktemp("stopped"))}
-    with get_client(sync_client=True) as client:
-        environment["PREFECT_API_URL"] = str(client.api_url)
-    command = train_command(report.ingest.dataset, store, 12)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if "epoch=3/12" in line:
-            process.send_signal(signal.SIGTERM)
-            break
-    rest = process.communicate(timeout=60)
-    text = "".join(seen) + rest[1]
-    assert process.returncode != 0, text
-    opened = open_store(store)
-    aside = [k for k in opened.list("runs/") if "/interrupted/" in k]
-    assert len(aside) == 1, (aside, text)
-    assert re.search(r"\bdqn_final_epoch([3-9]|1[01])\.safetensors$", aside[0])
-    assert opened.head("models/stopped/champion.json") is None
-    assert not [k for k in opened.list("models/stopped/") if k.endswith("manifest.json")]
-    started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "resuming stopped after" in done.stderr
-    outcome = json.loads(done.stdout)
-    assert outcome["epochs"] == 12, time.monotonic() - started
-    assert set(outcome["files"]) == {
-        *(f"dqn_epoch_{n}.safetensors" for n in range(2, 13, 2)), "dqn_final_epoch12.safetensors", "report.html",
-    }  # fmt: skip
-    whole = train_command(report.ingest.dataset, store, 12)
-    whole[whole.index("stopped")] = "whole"
-    done = subprocess.run(whole, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-
-    finals = {model: read_manifest(opened, model, 1).files["dqn_final_epoch12.safetensors"] for model in ("stopped", "whole")}
-    assert finals["stopped"] == finals["whole"]
-
-
-def test_sigterm_during_further_trainings_publishes_nothing_and_a_rerun_publishes_the_model(published, tmp_path):
-    store, report = published
-    environment = {**os.environ, "FORECASTLE_HOME": str(tmp_path)}
-    with get_client(sync_client=True) as client:
-        environment["PREFECT_API_URL"] = str(client.api_url)
-
-    def command(seeds):
-        options = TFT.model_dump(mode="json", include={*TFT.model_fields_set} - {"quantiles"}) | {"extra_seeds": seeds}
-        tokens = [t for k, v in options.items() for t in (f"--config.{k.replace('_', '-')}", str(v))]
-        return [
-            sys.executable, "-m", "flows", "train", "tft", "--dataset", report.ingest.dataset, "--store", store, *tokens,
-            "--name", "further", "--json",
-        ]  # fmt: skip
-
-    process = subprocess.Popen(command(3), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if "seeds {'seed': 1" in line:
-            process.send_signal(signal.SIGTERM)
-            break
-    text = "".join(seen) + process.communicate(timeout=60)[1]
-    assert process.returncode != 0, text
-    opened = open_store(store)
-    assert not [k for k in opened.list("models/further/") if k.endswith("manifest.json")], text
-    done = subprocess.run(command(3), capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "resuming further after 2 completed epochs" in done.stderr
-    outcome = json.loads(done.stdout)
-    assert len(outcome["metrics"]["seeds"]) == 3
-    assert outcome["metrics"]["spread"]["seeds"]["complete"]
-    assert set(outcome["files"]) == set(verify(opened, "further", 1).files)
-
-
-@pytest.mark.parametrize(("handler", "stops"), [(signal.SIG_IGN, False), (lambda number, frame: None, True)])
-def test_a_signal_that_is_ignored_stays_ignored(handler, stops):
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with stop_signals() as stop_requested:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert stop_requested() is stops
-        assert signal.getsignal(signal.SIGINT) is handler or signal.getsignal(signal.SIGINT) == handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_saves_stops_everything_and_is_recorded(published, tmp_path):
-    """SIGINT to every process of the terminal: Prefect's temporary server must live until the run's end is recorded."""
-    store, report = published
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    environment |= {"FORECASTLE_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
-    command = train_command(report.ingest.dataset, store, 2000)
-    command[command.index("stopped")] = "ctrl-c"
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
-    )  # fmt: skip
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if "epoch=3/2000" in line:
-            os.killpg(process.pid, signal.SIGINT)
-            break
-    _, err = process.communicate(timeout=45)
-    text = "".join(seen) + err
-    assert process.returncode == 130, text
-    assert "Crashed" in text, "the run's end reached the server"
-    assert len([k for k in open_store(store).list("runs/") if "/interrupted/" in k]) == 2
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
 
 
 def test_ingest_of_the_same_rows_is_the_same_dataset(source, tmp_path):

@@ -3,7 +3,6 @@ file, column and count; and sources that other libraries train or forecast wrong
 fault of a real one."""
 
 import json
-import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -16,7 +15,6 @@ import pytest
 import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
-from prefect.testing.utilities import prefect_test_harness
 from synthetic import market_tables
 
 from flows.__main__ import main
@@ -31,12 +29,7 @@ future = { prefix = "fut_", count = 2 }
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory):
-    os.environ["FORECASTLE_HOME"] = str(tmp_path_factory.mktemp("home"))
-    os.environ.pop("FORECASTLE_STORE", None)
-    with prefect_test_harness(server_startup_timeout=240):
-        yield
+pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @pytest.fixture
