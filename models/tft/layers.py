@@ -108,7 +108,12 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     if x.device.type != "cpu":
         return functional.dropout(x, p)
     cut = min(255, max(1, round(p * 256)))
-    return x * random_bytes(*x.shape, device=x.device).ge_(cut) * (256.0 / (256 - cut))
+    return (x * random_bytes(*x.shape, device=x.device).ge_(cut)).mul_(256.0 / (256 - cut))
+
+
+def add_into(out: Tensor, x: Tensor) -> Tensor:
+    """out + x, in the memory of `out` unless autocast made it narrower than the sum: one hole less in the heap."""
+    return out.add_(x) if torch.promote_types(out.dtype, x.dtype) == out.dtype else out + x
 
 
 class GatedLinear(nn.Module):
@@ -138,9 +143,9 @@ class GatedResidual(nn.Module):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         hidden = self.first(x)
         if self.context is not None and context is not None:
-            hidden = hidden + self.context(context)
-        gated = self.gate(self.second(functional.elu(hidden)))
-        return self.norm((x if self.skip is None else self.skip(x)) + gated)
+            hidden = add_into(hidden, self.context(context))
+        gated = self.gate(self.second(functional.elu_(hidden)))
+        return self.norm(add_into(gated, x if self.skip is None else self.skip(x)))
 
 
 class GatedSkip(nn.Module):
@@ -152,7 +157,7 @@ class GatedSkip(nn.Module):
         self.norm = nn.LayerNorm(size)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        return self.norm(skip + self.gate(x))
+        return self.norm(add_into(self.gate(x), skip))
 
 
 class InterpretableAttention(nn.Module):

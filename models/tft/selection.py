@@ -16,6 +16,7 @@ from torch.nn import functional
 from models.tft.layers import (
     GatedLinear,
     Recompute,
+    add_into,
     autocast_dtype,
     full_precision,
     random_bytes,
@@ -88,11 +89,11 @@ class VariableSelection(nn.Module):
         self, x_RV: Tensor, first_VD: Tensor, first_D: Tensor, skip_VV: Tensor, skip_V: Tensor, context_RD: Tensor | None = None
     ) -> Tensor:
         """Selection weights [R, V], summing to 1 over the variables."""
-        hidden = x_RV @ first_VD + first_D
+        hidden = add_into(x_RV @ first_VD, first_D)
         if self.joint_context is not None and context_RD is not None:
-            hidden = hidden + self.joint_context(context_RD)
-        gated = self.joint_gate(self.joint_second(functional.elu(hidden)))
-        return torch.softmax(self.joint_norm(x_RV @ skip_VV + skip_V + gated), dim=-1)
+            hidden = add_into(hidden, self.joint_context(context_RD))
+        gated = self.joint_gate(self.joint_second(functional.elu_(hidden)))
+        return torch.softmax(self.joint_norm(add_into(add_into(x_RV @ skip_VV, skip_V), gated)), dim=-1)
 
 
 class WeightedGRNs(torch.autograd.Function):
