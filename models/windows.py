@@ -172,13 +172,14 @@ def _stretches(
 ) -> NDArray[np.float32]:
     """`rows` rows of the table from each `first` on, [S, rows, columns]; for the starts in `cut`, rows after `last` repeat it.
 
-    The rows of a start lie side by side in the row-major table and are copied at once, as one item of an array of all
-    stretches: an index per row takes twice as long.
+    The rows of a start lie side by side and are copied at once, from a view of all stretches: an index per row takes twice as
+    long.
     """
-    stretches, down = len(table) - rows + 1, table.strides[0]
+    stretches, (down, across) = len(table) - rows + 1, table.strides
     if stretches > 0:
-        items = np.ndarray((stretches,), f"V{rows * down}", table, 0, (down,))
-        out = items[np.minimum(first, stretches - 1) if cut else first].view(table.dtype).reshape(-1, rows, table.shape[1])
+        # What as_strided does, in a tenth of its time
+        view = np.ndarray((stretches, rows, table.shape[1]), table.dtype, table, 0, (down, down, across))
+        out = view[np.minimum(first, stretches - 1) if cut else first]
     else:
         out = np.empty((len(first), rows, table.shape[1]), table.dtype)
     for i in cut:

@@ -72,13 +72,18 @@ def published_of(store, model):
     return [key for key in store.list(f"models/{model}/") if key.endswith("manifest.json")]
 
 
+def interrupted(store):
+    return {key for key in store.list("runs/") if "/interrupted/" in key}
+
+
 def test_sigterm_saves_the_final_file_aside_and_a_rerun_publishes_the_same_weights(ingested, environment):
     """Killed by SIGTERM and run again equals never killed: same final file, byte for byte."""
     opened, command = open_store(ingested[0]), train_dqn("stopped", ingested, 12)
+    before = interrupted(opened)
     text = stopped(command, environment, "epoch=3/12")
-    aside = [k for k in opened.list("runs/") if "/interrupted/" in k]
+    aside = interrupted(opened) - before
     assert len(aside) == 1, (aside, text)
-    assert re.search(r"\bdqn_final_epoch([3-9]|1[01])\.safetensors$", aside[0])
+    assert re.search(r"\bdqn_final_epoch([3-9]|1[01])\.safetensors$", *aside)
     assert opened.head("models/stopped/champion.json") is None
     assert not published_of(opened, "stopped")
     outcome, said = finished(command, environment)
@@ -133,7 +138,7 @@ def test_a_signal_that_is_ignored_stays_ignored(handler, stops):
 def test_ctrl_c_saves_stops_everything_and_is_recorded(ingested, tmp_path):
     """SIGINT to every process of the terminal: Prefect's temporary server must live until the run's end is recorded."""
     store = open_store(ingested[0])
-    before = {k for k in store.list("runs/") if "/interrupted/" in k}
+    before = interrupted(store)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     environment |= {"FORECASTLE_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
     process = subprocess.Popen(
@@ -151,6 +156,6 @@ def test_ctrl_c_saves_stops_everything_and_is_recorded(ingested, tmp_path):
     text = "".join(seen) + err
     assert process.returncode == 130, text
     assert "Crashed" in text, "the run's end reached the server"
-    assert len({k for k in store.list("runs/") if "/interrupted/" in k} - before) == 1
+    assert len(interrupted(store) - before) == 1
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -71,9 +71,10 @@ def test_rows_after_the_last_window_repeat_its_last_row_and_are_masked():
     assert np.array_equal(batch.historical[1], series.historical[40:53])
 
 
+@pytest.mark.parametrize("future", [4, 0])
 @pytest.mark.parametrize("windows", [1, 5, 90, 500])
-def test_batches_equal_an_index_per_row(windows, monkeypatch):
-    series = series_arrays(UNEQUAL)
+def test_batches_equal_an_index_per_row(windows, future, monkeypatch):
+    series = series_arrays(UNEQUAL, future=future)
     dataset = WindowDataset(series, whole(series), 30, 10)
     starts = dataset.random_starts(40, windows, np.random.default_rng(0))
     first, last = starts[:, 1:], (dataset.first_origin + dataset.counts - 1)[starts[:, 0], None]
