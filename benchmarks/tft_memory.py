@@ -117,13 +117,15 @@ def gradients_of(setting: str | float, device: str) -> tuple[list[torch.Tensor],
 
 
 def seconds_of(settings: list[str | float], batch: int, rounds: int, device: str) -> dict[str | float, list[tuple[float, float]]]:
-    """Seconds of whole updates and of their forward passes, by setting, round by round; the settings alternate."""
+    """Seconds of whole updates and of their forward passes, by setting, round by round; the settings alternate, and
+    the second of two updates counts."""
     network, update = update_of(config(batch_size=batch), device)
     found: dict[str | float, list[tuple[float, float]]] = {s: [] for s in settings}
     with steady_heap():
         for number in range(rounds + 1):
             for setting in settings if number % 2 else settings[::-1]:
                 network.recompute.share = {"none": 0.0, "full": 1.0}[setting] if isinstance(setting, str) else setting
+                update()  # the heap as this setting leaves it: after another one every page would come new
                 started = clock(device)
                 update()
                 if number:  # the first round warms up

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
+import mmap
 import re
 import weakref
 from collections import Counter
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)")
 GROWTH = 1.05
 """Memory may grow by this factor from the second epoch to the last before it counts as a leak."""
+HOLES = 0.05
+"""The free memory inside the heap that may stay resident, as a share of what is in use."""
+LARGE, HUGE_PAGE = 8 * 2**20, 2 * 2**20
 
 
 def parse_size(text: str) -> int:
@@ -123,7 +128,7 @@ def in_use(device: str) -> int:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
         mallinfo2.restype = _Mallinfo
         found = mallinfo2()
-        return int(found.uordblks + found.hblkhd)
+        return int(found.uordblks + found.hblkhd) + _Block.live
     return _status("VmRSS")
 
 
@@ -184,13 +189,64 @@ def steady_heap() -> Iterator[None]:
 
 
 def close_holes() -> None:
-    """Give the free pages inside the C library's heap back to the system, where that is glibc.
-
-    Its aligned blocks leave holes that an equal one does not fit (sourceware bug 14581), so that a heap which is taken and
-    freed in turns grows by a fifth over what is ever in use at once.
-    """
+    """Give the free pages inside the C library's heap back to the system, where that is glibc."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class HeapHoles:
+    """Keeps the resident heap near what is in use, by closing its holes when they have grown past HOLES.
+
+    glibc's aligned blocks leave holes that an equal one does not fit (sourceware bug 14581), so that a heap which is taken and
+    freed in turns grows by a fifth over what is ever in use at once. A page given back is a page fault when it is wanted again.
+    """
+
+    def __init__(self) -> None:
+        self._outside: int | None = None  # resident, though not in the heap
+
+    def __call__(self) -> None:
+        """To be called before a part of an update that takes and frees much memory."""
+        used = in_use("cpu")
+        if self._outside is None or _resident() - self._outside > (1 + HOLES) * used:
+            close_holes()
+            self._outside = _resident() - used
+
+
+def _resident() -> int:
+    """Resident bytes of this process that are no file's; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        _, resident, files = Path("/proc/self/statm").read_text().split()[:3]
+        return (int(resident) - int(files)) * mmap.PAGESIZE
+    return 0
+
+
+class _Block(mmap.mmap):
+    """Memory of a large tensor, given back with it."""
+
+    live = 0
+
+    def __del__(self) -> None:
+        _Block.live -= len(self)
+
+
+def large_tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor on the CPU, outside the C library's heap from LARGE bytes on: it leaves no hole there, and where the
+    kernel has huge pages its memory comes with one page fault in 2 MiB.
+
+    Raises MemoryError when there is none.
+    """
+    count = math.prod(shape)
+    size = -(-count * dtype.itemsize // HUGE_PAGE) * HUGE_PAGE
+    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    try:
+        block = _Block(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {size} bytes: {error}") from error
+    _Block.live += size
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=dtype, count=count).view(shape)
 
 
 def _status(field: str) -> int:

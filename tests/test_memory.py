@@ -80,11 +80,12 @@ def test_plan_is_what_the_tensors_of_an_update_hold(share, hidden):
 
 RESIDENT = """
 import sys, torch
-import models.tft.layers
+import models.memory
 from benchmarks.tft_memory import config, measure_memory
 torch.set_num_threads(1)
 if sys.argv[1] == "holes":
-    models.tft.layers.close_holes = lambda: None
+    models.memory.close_holes = lambda: None
+    models.memory.LARGE = 2**40
 print(measure_memory(config(hidden_size=32, batch_size=64, gradient_checkpointing="full"), "cpu", tracked=False))
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from models.memory import close_holes
+from models.memory import HeapHoles, large_tensor
 
 
 class Recompute:
@@ -22,14 +22,15 @@ class Recompute:
 
     `share` is the share of the activations of the variable chunks (models/tft/selection.py); above 0 the selection weights,
     the GRN stacks, the LSTMs and the attention are regions too. Dropout masks come from the global generators only: those
-    are restored for the second run, one of our own would not be. Before each region the heap is tidied, or its holes would
-    take back a good part of what is saved.
+    are restored for the second run, one of our own would not be. Before each region the heap is tidied and large tensors lie
+    outside it, or its holes would take back a good part of what is saved.
     """
 
     def __init__(self, setting: str | float) -> None:
         # auto: whoever trains sets the share by the memory plan
         self.share = {"none": 0.0, "full": 1.0, "auto": 1.0}[setting] if isinstance(setting, str) else float(setting)
         self.calls: Counter[str] = Counter()
+        self.holes = HeapHoles()
 
     def __call__(self, name: str, region: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run `region`, under recomputation when the setting says so."""
@@ -49,7 +50,13 @@ class Recompute:
     def tidy(self, device: torch.device) -> None:
         """Close the holes of the heap, if anything is recomputed and on a CPU."""
         if self.share > 0 and device.type == "cpu":
-            close_holes()
+            self.holes()
+
+    def empty(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor for activations or gradients; if anything is recomputed and on a CPU, a large one lies outside the heap."""
+        if self.share > 0 and like.device.type == "cpu":
+            return large_tensor(*shape, dtype=dtype or like.dtype)
+        return like.new_empty(shape, dtype=dtype or like.dtype)
 
 
 @contextlib.contextmanager

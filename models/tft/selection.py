@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +61,7 @@ class VariableSelection(nn.Module):
     def forward(self, x_RV: Tensor, context_RD: Tensor | None, recompute: Recompute, name: str) -> tuple[Tensor, Tensor]:
         """Selected features [R, D] of scalar inputs [R, V], and the selection weights [R, V]."""
         with full_precision(x_RV):
-            joint, first = self.folded()
+            joint, first = self.folded(recompute)
         context = () if context_RD is None else (context_RD,)
         weights_RV = recompute(f"{name} weights", self._weights, x_RV, *joint, *context)
         parameters = (
@@ -76,12 +77,13 @@ class VariableSelection(nn.Module):
             selected_RD = _forward(recompute, name, p, x_VR, weights_VR, parameters, None)
         return selected_RD, weights_RV
 
-    def folded(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def folded(self, recompute: Recompute | None = None) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Weight and bias of the scalars themselves, embeddings folded in: of the joint first layer ([V, D], [D]) and its skip
         ([V, V], [V]), and of every variable's first layer ([V, D] each)."""
         layers = (self.joint_first_weight, self.joint_skip_weight, self.first_weight)
         embedding = torch.stack([self.embed_weight, self.embed_bias], 1)
-        first, skip, own = (torch.bmm(embedding, weight).unbind(1) for weight in layers)
+        fold = torch.bmm if recompute is None or not torch.is_grad_enabled() else partial(_Fold.apply, recompute)
+        first, skip, own = (fold(embedding, weight).unbind(1) for weight in layers)
         joint = (first[0], first[1].sum(0) + self.joint_first_bias, skip[0], skip[1].sum(0) + self.joint_skip_bias)
         return joint, (own[0], own[1] + self.first_bias)
 
@@ -94,6 +96,23 @@ class VariableSelection(nn.Module):
             hidden = add_into(hidden, self.joint_context(context_RD))
         gated = self.joint_gate(self.joint_second(functional.elu_(hidden)))
         return torch.softmax(self.joint_norm(add_into(add_into(x_RV @ skip_VV, skip_V), gated)), dim=-1)
+
+
+class _Fold(torch.autograd.Function):
+    """torch.bmm, whose second factor's gradient lies where Recompute.empty says."""
+
+    @staticmethod
+    def forward(ctx: Any, recompute: Recompute, embedding: Tensor, weight: Tensor) -> Tensor:
+        ctx.recompute = recompute
+        ctx.save_for_backward(embedding, weight)
+        return torch.bmm(embedding, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        embedding, weight = ctx.saved_tensors
+        dweight = torch.bmm(embedding.mT, dout, out=ctx.recompute.empty(weight, *weight.shape))
+        return None, torch.bmm(dout, weight.mT), dweight
 
 
 class WeightedGRNs(torch.autograd.Function):
@@ -126,7 +145,7 @@ class WeightedGRNs(torch.autograd.Function):
         dropped = _dropped(ctx.recompute.share, len(chunks))
         R, D = x_VR.shape[1], we.shape[1]
         dx_VR = torch.zeros_like(x_VR) if ctx.needs_input_grad[3] else None
-        grads = [torch.empty_like(t) for t in parameters]
+        grads = [ctx.recompute.empty(t, *t.shape) for t in parameters]
         dw1, db1, dw2, db2, dwg, dbg, dwe, dbe, dscale, dshift = grads
         # Of the selection weights: dout . (normed scale + shift); the first part is added chunk by chunk
         ds_VR = shift @ dout_RD.t()
@@ -202,7 +221,7 @@ def _forward(
                 if name not in kept:
                     # One block over all chunks: many small ones would break up the heap
                     variables = len(x_VR) - chunks[dropped[name]].at.start
-                    kept[name] = x_VR.new_empty(variables, *shape[1:], dtype=dtype or x_VR.dtype)
+                    kept[name] = recompute.empty(x_VR, variables, *shape[1:], dtype=dtype)
                 return kept[name][_from(chunks, dropped[name], at)]
 
             normed = chunk.run({}, into, scratch)["normed"]
