@@ -186,7 +186,9 @@ def test_planted_rounding_after_folding_is_caught(monkeypatch):
     stacked = {name: p for name, p in matrices(net).items() if "first_weight" not in name and "skip_weight" not in name}
     monkeypatch.setattr(quantisation, "matrices", lambda network: stacked)
     rounded = lambda t: restored(*quantised(t)) if t.dim() > 1 else t  # noqa: E731
-    monkeypatch.setattr(VariableSelection, "folded", lambda self: tuple(tuple(map(rounded, part)) for part in fold(self)))
+    monkeypatch.setattr(
+        VariableSelection, "folded", lambda self, *to: tuple(tuple(map(rounded, part)) for part in fold(self, *to))
+    )
     assert not torch.equal(prepared(net), sound)
 
 
