@@ -231,7 +231,7 @@ takes the difference for a leak; `forecastle plan` itemises it (6.5 GiB at batch
 
 Each setting in a fresh process; "activations" is the peak above weights, gradients and Adam moments. "equal": losses, every
 gradient and the random state are `torch.equal` to those of `none`. Ratios are medians over rounds in which the settings
-alternate.
+alternate, of the second of two updates.
 {tables}
 ## Is it a leak?
 
@@ -243,7 +243,7 @@ alternate.
 | metrics kept with their graph | losses are detached before they are summed; planted, the guard speaks |
 | undetached accumulation of the loss | the same |
 | Adam moments, gradients | four times the weights; gradients are freed before each forward pass |
-| a heap that breaks up between updates | seen, up to a third more resident memory, and ended: `steady_heap` in models/memory.py |
+| a heap that breaks up between updates | seen, up to a third more, and ended: `steady_heap`, `HeapHoles` (models/memory.py) |
 
 The plants are in tests/test_gradient_checkpointing.py and tests/test_memory.py.
 """

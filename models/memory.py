@@ -26,6 +26,7 @@ GROWTH = 1.05
 HOLES = 0.05
 """The free memory inside the heap that may stay resident, as a share of what is in use."""
 LARGE, HUGE_PAGE = 8 * 2**20, 2 * 2**20
+"""Bytes from which `large_tensor` leaves the heap, and what its memory is rounded up to: a quarter more at most."""
 
 
 def parse_size(text: str) -> int:
@@ -120,8 +121,8 @@ class _Mallinfo(ctypes.Structure):
 
 
 def in_use(device: str) -> int:
-    """Bytes in use now: what torch allocated on CUDA, else what the C library has handed out and not got back (glibc; with
-    another one the resident set, 0 where the kernel does not tell)."""
+    """Bytes in use now: what torch allocated on CUDA, else what the C library has handed out and not got back, and large
+    tensors outside its heap (glibc; with another one the resident set, 0 where the kernel does not tell)."""
     if device == "cuda":
         return torch.cuda.memory_allocated()
     with contextlib.suppress(OSError, AttributeError):
@@ -207,9 +208,12 @@ class HeapHoles:
     def __call__(self) -> None:
         """To be called before a part of an update that takes and frees much memory."""
         used = in_use("cpu")
-        if self._outside is None or _resident() - self._outside > (1 + HOLES) * used:
+        beside = _resident() - used  # the holes are in it
+        if self._outside is None or beside - self._outside > HOLES * used:
             close_holes()
             self._outside = _resident() - used
+        else:  # something else may have given memory back since
+            self._outside = min(self._outside, beside)
 
 
 def _resident() -> int:

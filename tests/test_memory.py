@@ -15,7 +15,7 @@ from synthetic import series_arrays
 import models.tft.training as training
 from models.checkpoint import checkpoint_bytes
 from models.config import EarlyStopping
-from models.memory import LeakGuard, LiveTensors, PeakMemory, in_use, out_of_memory, parse_size
+from models.memory import HeapHoles, LeakGuard, LiveTensors, PeakMemory, in_use, large_tensor, out_of_memory, parse_size
 from models.tft.config import TFTConfig
 from models.tft.loss import pinball
 from models.tft.network import TemporalFusionTransformer
@@ -99,6 +99,25 @@ def test_plan_is_what_a_process_that_recomputes_takes():
     wide = TFTConfig(context=60, horizon=10, hidden_size=32, batch_size=64, gradient_checkpointing="full", windows_per_start=1)
     planned = fitting_plan(wide, (5, 210, 10))
     assert planned.peak == pytest.approx(resident("tidied"), rel=0.1)
+
+
+def test_holes_are_closed_when_they_have_grown_and_not_before(monkeypatch):
+    closed, used = [], 1000
+
+    def close():
+        closed.append(1)
+        memory["holes"] = 0
+
+    memory = {"outside": 300, "holes": 200}
+    monkeypatch.setattr("models.memory.close_holes", close)
+    monkeypatch.setattr("models.memory.in_use", lambda device: used)
+    monkeypatch.setattr("models.memory._resident", lambda: used + memory["outside"] + memory["holes"])
+    holes = HeapHoles()
+    steps = [(300, 200, 1), (300, 45, 1), (300, 55, 2), (100, 0, 2), (100, 45, 2), (100, 55, 3), (400, 0, 4), (400, 45, 4)]
+    for outside, left, wanted in steps:  # what the rest of the process holds may shrink, and may grow
+        memory |= {"outside": outside, "holes": left}
+        holes()
+        assert len(closed) == wanted, (outside, left)
 
 
 @pytest.mark.slow
@@ -206,9 +225,10 @@ def test_other_errors_are_not_taken_for_it(error):
     assert not out_of_memory(error)
 
 
-def test_the_real_allocator_says_what_we_recognise():
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**60, dtype=torch.uint8)
+@pytest.mark.parametrize("make", [torch.empty, large_tensor])
+def test_the_real_allocator_says_what_we_recognise(make):
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        make(2**60, dtype=torch.uint8)
     assert out_of_memory(caught.value)
 
 
@@ -333,9 +353,10 @@ def test_the_copies_of_best_and_last_epoch_are_no_leak(monkeypatch, caplog):
     assert not [r for r in caplog.records if "memory grew" in r.getMessage()]
 
 
-def test_memory_in_use_counts_what_is_held_and_not_what_was_freed():
+@pytest.mark.parametrize("make", [torch.zeros, lambda n: large_tensor(n, dtype=torch.float32).zero_()])
+def test_memory_in_use_counts_what_is_held_and_not_what_was_freed(make):
     before = in_use("cpu")
-    held = torch.zeros(5_000_000)
+    held = make(5_000_000)
     assert in_use("cpu") - before >= held.nbytes
     size = held.nbytes
     del held

@@ -82,7 +82,7 @@ class VariableSelection(nn.Module):
         ([V, V], [V]), and of every variable's first layer ([V, D] each)."""
         layers = (self.joint_first_weight, self.joint_skip_weight, self.first_weight)
         embedding = torch.stack([self.embed_weight, self.embed_bias], 1)
-        fold = torch.bmm if recompute is None or not torch.is_grad_enabled() else partial(_Fold.apply, recompute)
+        fold = torch.bmm if recompute is None else partial(_Fold.apply, recompute)
         first, skip, own = (fold(embedding, weight).unbind(1) for weight in layers)
         joint = (first[0], first[1].sum(0) + self.joint_first_bias, skip[0], skip[1].sum(0) + self.joint_skip_bias)
         return joint, (own[0], own[1] + self.first_bias)
